@@ -1,0 +1,173 @@
+"""Who takes part in a run: registered keys, targets with their policies, workers' heartbeats, pool assignments.
+
+Guarantees: nothing here is needed for correctness of the ledger. Everything is refreshed by heartbeats, so a server that
+lost its memory is filled again within seconds; everything that ages out does so by the heartbeat's time.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import redis
+
+from common.identity import Identity, KeyRecord, key_id
+from common.keys import Keys
+from common.messages import Version
+
+HEARTBEAT_SECONDS = 2.0
+WORKER_GONE_SECONDS = 15.0
+KEY_CACHE_SECONDS = 60.0
+
+
+class NameTaken(Exception):
+    """A node's name is registered with another key."""
+
+
+class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The last-value announcement of a policy: which version, where its weights lie, their SHA-256."""
+
+    version: Version
+    url: str
+    checksum: str
+    model: str
+
+
+class Heartbeat(msgspec.Struct, frozen=True):
+    """A worker's sign of life. `at` in seconds since 1970; `facts` are the figures it shows to the status screen."""
+
+    role: str
+    name: str
+    at: float
+    facts: dict[str, Any] = {}
+
+
+_policies = msgspec.json.Decoder(Policy)
+_records = msgspec.msgpack.Decoder(KeyRecord)
+_heartbeats = msgspec.json.Decoder(Heartbeat)
+
+
+class Directory:
+    """Reads and writes the run's directory. One per worker; caches keys, since every message needs one."""
+
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self._redis: Any = client
+        self._keys = keys
+        self._cache: dict[str, tuple[float, KeyRecord | None]] = {}
+
+    # --- identities ---
+
+    def register(self, identity: Identity) -> None:
+        """Make a public key known. A node's name belongs to the key that registered it first.
+
+        Raises NameTaken when the node's name has another key.
+        """
+        record = identity.record
+        if record.role == "node":
+            claim = f"node:{record.name}"
+            if not self._redis.hsetnx(self._keys.identities(), claim, identity.key):
+                holder = self._redis.hget(self._keys.identities(), claim)
+                if holder is not None and holder.decode() != identity.key:
+                    raise NameTaken(
+                        f"node {record.name} is registered with another key; choose another node name, "
+                        f"or start it where its key file lies"
+                    )
+        self._redis.hset(self._keys.identities(), identity.key, msgspec.msgpack.encode(record))
+
+    def lookup(self, key: str) -> KeyRecord | None:
+        """The record of a key id. Unknown keys are asked for again after a second, known ones after a minute."""
+        now = time.monotonic()
+        cached = self._cache.get(key)
+        if cached is not None and now - cached[0] < (KEY_CACHE_SECONDS if cached[1] else 1.0):
+            return cached[1]
+        record = self._fetch(key)
+        if len(self._cache) > 4096:
+            self._cache.clear()
+        self._cache[key] = (now, record)
+        return record
+
+    def _fetch(self, key: str) -> KeyRecord | None:
+        if len(key) != 16:
+            return None
+        data = self._redis.hget(self._keys.identities(), key)
+        if data is None:
+            return None
+        try:
+            record = _records.decode(data)
+        except msgspec.DecodeError:
+            return None
+        return record if key_id(record.public_key) == key else None
+
+    # --- targets and policies ---
+
+    def add_target(self, target: str, model: str) -> None:
+        """Make a target known to the generator pool."""
+        self._redis.hset(self._keys.targets(), target, model)
+
+    def remove_target(self, target: str) -> None:
+        """Take a target off the pool's list."""
+        self._redis.hdel(self._keys.targets(), target)
+
+    def targets(self) -> dict[str, str]:
+        """Target -> model, by name."""
+        found = self._redis.hgetall(self._keys.targets())
+        return {name.decode(): model.decode() for name, model in sorted(found.items())}
+
+    def waiting_orders(self, targets: list[str]) -> dict[str, int]:
+        """Orders per target that are not answered yet: waiting or in a generator's hands."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for target in targets:
+            pipeline.xlen(self._keys.orders(target))
+        return dict(zip(targets, pipeline.execute(), strict=True))
+
+    def policy(self, target: str) -> Policy | None:
+        """The policy announced last, or None."""
+        data = self._redis.get(self._keys.policy(target))
+        return _policies.decode(data) if data else None
+
+    @staticmethod
+    def announcement(policy: Policy) -> bytes:
+        """A policy as it is written by the ledger's settle script."""
+        return msgspec.json.encode(policy)
+
+    # --- workers ---
+
+    def beat(self, role: str, name: str, facts: dict[str, Any]) -> None:
+        """Sign of life."""
+        data = msgspec.json.encode(Heartbeat(role, name, time.time(), facts))
+        self._redis.hset(self._keys.workers(), f"{role}:{name}", data)
+
+    def gone(self, role: str, name: str) -> None:
+        """A worker leaves in good order."""
+        self._redis.hdel(self._keys.workers(), f"{role}:{name}")
+
+    def workers(self) -> list[Heartbeat]:
+        """All workers heard of within WORKER_GONE_SECONDS, by role and name."""
+        now = time.time()
+        beats = []
+        for field, data in sorted(self._redis.hgetall(self._keys.workers()).items()):
+            beat = _heartbeats.decode(data)
+            if now - beat.at < WORKER_GONE_SECONDS:
+                beats.append(beat)
+            elif now - beat.at > 100 * WORKER_GONE_SECONDS:
+                self._redis.hdel(self._keys.workers(), field)
+        return beats
+
+    # --- the pool's hints ---
+
+    def assign(self, generator: str, target: str) -> None:
+        """Say which target a generator serves."""
+        self._redis.hset(self._keys.assignments(), generator, f"{time.time():.1f} {target}")
+
+    def assigned(self, besides: str) -> dict[str, int]:
+        """Generators per target, without one's own and without those gone quiet."""
+        now = time.time()
+        counts: dict[str, int] = {}
+        for generator, value in self._redis.hgetall(self._keys.assignments()).items():
+            at, _, target = value.decode().partition(" ")
+            if now - float(at) > WORKER_GONE_SECONDS:
+                self._redis.hdel(self._keys.assignments(), generator)
+            elif generator.decode() != besides:
+                counts[target] = counts.get(target, 0) + 1
+        return counts

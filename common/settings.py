@@ -1,0 +1,259 @@
+"""Everything a user can set, in one tree: from a YAML file, the environment, and `--set` flags (later ones win).
+
+Guarantees: an unknown key or a wrong value is one sentence that names the key and what would be right; the same file serves
+a laptop and a cluster, since each role reads only its own part.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from common.messages import TAGS, Tag
+
+NamePattern = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,38}[a-z0-9])?$")]
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used: one sentence that names the key and the fix."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingSettings(_Section):
+    """How completions are drawn."""
+
+    max_new_tokens: int = Field(256, ge=1, le=131072)
+    temperature: float = Field(1.0, gt=0.0, le=10.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+
+
+class MixSettings(_Section):
+    """What one round trains on, in groups. `swarm: 0` is a silo."""
+
+    own: int = Field(4, ge=1)
+    swarm: int = Field(4, ge=0)
+    tags: tuple[Tag, ...] = ("hard", "mixed", "easy")
+    fill: bool = Field(False, description="replace missing swarm groups by further own ones that have arrived")
+
+
+class ShareSettings(_Section):
+    """What the swarm may see of a node's groups."""
+
+    tags: tuple[Tag, ...] = TAGS
+    fraction: float = Field(1.0, ge=0.0, le=1.0)
+
+
+class RewardSettings(_Section):
+    """The node's own reward: weights on the verifier's components."""
+
+    accuracy: float = 1.0
+    format: float = 0.0
+    length: float = 0.0
+
+
+class UpdateSettings(_Section):
+    """The policy update."""
+
+    objective: Literal["grpo"] = "grpo"
+    correction: Literal["none", "successes"] = "none"
+    learning_rate: float = Field(1e-6, ge=0.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    max_grad_norm: float = Field(1.0, gt=0.0)
+    clip_low: float = Field(0.2, ge=0.0, lt=1.0)
+    clip_high: float = Field(0.28, ge=0.0)
+    importance_cap: float = Field(2.0, ge=1.0, description="truncation of the token-level importance weights")
+    minibatch_tokens: int = Field(65536, ge=1, description="most tokens, padding included, in one forward pass")
+
+
+class EvaluateSettings(_Section):
+    """Evaluation on held-out questions while training."""
+
+    every: int = Field(100, ge=0, description="rounds between evaluations; 0: only before the first and after the last")
+    questions: int = Field(64, ge=0)
+    completions: int = Field(4, ge=1)
+    temperature: float = Field(1.0, ge=0.0)
+
+
+class NodeSettings(_Section):
+    """One node. The section `node` holds for all, `nodes.<name>` overrides it for one."""
+
+    model: str = Field("starter", description="a hub id, a local folder, or `starter`")
+    learner: Literal["train", "none"] = Field("train", description="`none`: contributes rollouts and never trains")
+    tasks: str | list[Any] = "starter"
+    rounds: int = Field(200, ge=1)
+    group_size: int = Field(8, ge=2, le=1024)
+    ahead: int = Field(2, ge=1, description="batches of orders kept open")
+    max_staleness: int = Field(8, ge=0, description="oldest own group, in policy steps, that still trains")
+    order_seconds: float = Field(120.0, gt=0)
+    checkpoint_every: int = Field(1, ge=1)
+    policies_kept: int = Field(8, ge=2)
+    sampling: SamplingSettings = SamplingSettings()  # type: ignore[call-arg]
+    mix: MixSettings = MixSettings()  # type: ignore[call-arg]
+    share: ShareSettings = ShareSettings()  # type: ignore[call-arg]
+    reward: RewardSettings = RewardSettings()
+    update: UpdateSettings = UpdateSettings()  # type: ignore[call-arg]
+    evaluate: EvaluateSettings = EvaluateSettings()  # type: ignore[call-arg]
+
+
+class GeneratorSettings(_Section):
+    """The pool."""
+
+    replicas: int = Field(2, ge=0)
+    target: str = Field("auto", description="a node's name, or `auto`")
+    engine: Literal["transformers"] = "transformers"
+    batch_orders: int = Field(16, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+
+
+class VerifierSettings(_Section):
+    """Scoring."""
+
+    replicas: int = Field(1, ge=0)
+    answer_seconds: float = Field(0.5, gt=0)
+    memory_megabytes: int = Field(1024, ge=256)
+    max_characters: int = Field(65536, ge=1, description="longer completions score 0")
+
+
+class SwarmSettings(_Section):
+    """The shared streams. `max_age` in seconds, in lockstep in rounds."""
+
+    quota: int = Field(32, ge=1, description="groups kept per author and tag")
+    max_age: int = Field(600, ge=1)
+
+
+class Settings(BaseSettings):
+    """A whole run."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, env_prefix="GRAPEVINE_", env_nested_delimiter="__", nested_model_default_partial_update=True
+    )
+
+    run: NamePattern = "swarm"
+    seed: int = Field(0, ge=0, lt=2**31)
+    site: NamePattern = "local"
+    folder: Path = Path("runs")
+    redis_url: str | None = Field(None, description="without it a server is started beside the run")
+    shards: int = Field(1, ge=1, le=1024)
+    redeliver_seconds: float = Field(15.0, gt=0, description="a worker silent for so long loses its entries to others")
+    policies_url: str | None = Field(None, description="fsspec URL for policy files; default: a folder of the run")
+    node: NodeSettings = NodeSettings()  # type: ignore[call-arg]
+    nodes: int | dict[NamePattern, dict[str, Any] | None] = Field(4, description="how many, or a name per node")
+    generators: GeneratorSettings = GeneratorSettings()  # type: ignore[call-arg]
+    verifiers: VerifierSettings = VerifierSettings()  # type: ignore[call-arg]
+    swarm: SwarmSettings = SwarmSettings()  # type: ignore[call-arg]
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Files and flags arrive merged as arguments; the environment fills in between (see `load`)."""
+        return (init_settings, env_settings)
+
+    @field_validator("nodes")
+    @classmethod
+    def _some_nodes(cls, value: int | dict[str, Any]) -> int | dict[str, Any]:
+        if (value if isinstance(value, int) else len(value)) < 1:
+            raise ValueError("a run needs at least one node")
+        return value
+
+    @model_validator(mode="after")
+    def _nodes_resolve(self) -> Settings:
+        for name in self.node_names():
+            self.for_node(name)
+        return self
+
+    def node_names(self) -> list[str]:
+        """The nodes' names, in order."""
+        return [f"node-{i}" for i in range(self.nodes)] if isinstance(self.nodes, int) else list(self.nodes)
+
+    def for_node(self, name: str) -> NodeSettings:
+        """A node's settings: the section `node` with the node's own on top."""
+        own = {} if isinstance(self.nodes, int) else self.nodes.get(name) or {}
+        return NodeSettings.model_validate(merged(self.node.model_dump(), own))
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this run keeps its files."""
+        return self.folder / self.run
+
+
+def load(path: Path | None, flags: list[str] | None = None) -> Settings:
+    """Settings from a YAML file, the environment (GRAPEVINE_NODE__MIX__OWN=8, REDIS_URL) and flags (`node.mix.own=8`).
+
+    Raises SettingsError.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(path.read_text()) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise SettingsError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(tree, dict):
+            raise SettingsError(f"{path} must hold settings as `key: value`, not a {type(tree).__name__}")
+    try:
+        environment = Settings().model_dump(exclude_unset=True)
+        tree = merged(tree, environment)
+        for flag in flags or []:
+            key, sign, value = flag.partition("=")
+            if not sign:
+                raise SettingsError(f"--set {flag}: write it as key=value, for example node.mix.swarm=0")
+            branch: dict[str, Any] = {}
+            branch = {key.split(".")[-1]: yaml.safe_load(value)}
+            for part in reversed(key.split(".")[:-1]):
+                branch = {part: branch}
+            tree = merged(tree, branch)
+        if "redis_url" not in tree and os.environ.get("REDIS_URL"):
+            tree["redis_url"] = os.environ["REDIS_URL"]
+        return Settings(**tree)
+    except ValidationError as error:
+        raise SettingsError(_sentence(error)) from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"--set: {' '.join(str(error).split())}") from None
+
+
+def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Two trees as one, `above` winning leaf by leaf."""
+    result = dict(below)
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first thing wrong, in one sentence."""
+    first = error.errors()[0]
+    where = [str(part) for part in first["loc"]]
+    key = ".".join(where) or "settings"
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(where[-1], _names(where[:-1]), n=1)
+        hint = f"; did you mean {'.'.join([*where[:-1], near[0]])}?" if near else ""
+        return f"unknown setting {key}{hint}"
+    return f"setting {key}: {first['msg'][0].lower()}{first['msg'][1:]} (got {first.get('input')!r})"
+
+
+def _names(path: list[str]) -> list[str]:
+    model: Any = Settings
+    for part in path:
+        field = model.model_fields.get(part)
+        model = field.annotation if field is not None else None
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return list(NodeSettings.model_fields)
+    return list(model.model_fields)

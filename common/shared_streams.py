@@ -1,0 +1,98 @@
+"""The swarm: what nodes share with one another.
+
+Guarantees: a draw picks an author uniformly, then one of that author's newest groups not seen before, so it costs the same
+in a swarm of any size and a flooder crowds out nobody but itself. A reader filters by tag without reading other tags. What
+was drawn or refused once is never returned again within the maximum age.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import redis
+
+from common.clock import Clock
+from common.keys import Keys
+from common.ledger import Entry
+
+LOOK_BACK = 4
+AUTHORS_FRESH_MS = 1000
+
+
+class SwarmReader:
+    """One learner's view of the swarm. `seen` (entry -> its time) belongs in the learner's checkpoint."""
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        clock: Clock,
+        me: str,
+        tags: Sequence[str],
+        max_age: int,
+        seen: dict[str, int] | None = None,
+    ) -> None:
+        """`max_age` in the clock's unit (milliseconds, or rounds in lockstep)."""
+        self._redis: Any = client
+        self._keys = keys
+        self._clock = clock
+        self._me = me
+        self._tags = tuple(tags)
+        self._max_age = max_age
+        self.seen: dict[str, int] = dict(seen or {})
+        self._authors: list[tuple[str, str]] = []
+        self._asked = -AUTHORS_FRESH_MS
+
+    def draw(self, random: Random, excluded: frozenset[str] = frozenset()) -> Entry | None:
+        """One group nobody showed us before, or None when the swarm has none. Marks it seen."""
+        now = self._clock.now()
+        self._forget(now)
+        places = [place for place in self._places(now) if place[0] not in excluded]
+        while places:
+            author = random.choice(sorted({author for author, _ in places}))
+            tags = [tag for name, tag in places if name == author]
+            tag = random.choice(tags)
+            entry = self._newest_unseen(author, tag, now)
+            if entry is not None:
+                self.seen[f"{entry.stream} {entry.id}"] = _time_of(entry.id)
+                return entry
+            places.remove((author, tag))
+        return None
+
+    def _forget(self, now: int) -> None:
+        # An entry past the maximum age is never read again, so its mark is not needed.
+        stale = [name for name, at in self.seen.items() if at < now - self._max_age]
+        for name in stale:
+            del self.seen[name]
+
+    def _places(self, now: int) -> list[tuple[str, str]]:
+        """(author, tag) pairs active within the maximum age, mine left out, in a stable order."""
+        if self._clock.unit == "round" or now - self._asked > AUTHORS_FRESH_MS:
+            found = []
+            for shard in range(self._keys.shards):
+                for tag in self._tags:
+                    active = self._redis.zrangebyscore(self._keys.authors(shard, tag), now - self._max_age, "+inf")
+                    found += [(author.decode(), tag) for author in active]
+            self._authors = sorted(place for place in found if place[0] != self._me)
+            self._asked = now
+        return list(self._authors)
+
+    def _newest_unseen(self, author: str, tag: str, now: int) -> Entry | None:
+        stream = self._keys.swarm(author, tag)
+        oldest = now - self._max_age
+        # In lockstep only earlier rounds may be read: round r writes ids r+1-*, so everything up to r is older.
+        last = f"({now + 1}-0" if self._clock.unit == "round" else "+"
+        while True:
+            rows = self._redis.xrevrange(stream, max=last, min=max(0, oldest), count=LOOK_BACK)
+            for id, fields in rows:
+                if f"{stream} {id.decode()}" not in self.seen:
+                    return Entry(stream, id.decode(), fields.get(b"m", b""))
+            if len(rows) < LOOK_BACK:
+                return None
+            last = f"({rows[-1][0].decode()}"
+
+
+def _time_of(id: str) -> int:
+    return int(id.partition("-")[0])

@@ -1,0 +1,1 @@
+"""Generators: orders in, raw groups out."""

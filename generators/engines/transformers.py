@@ -1,0 +1,188 @@
+"""The transformers engine: plain batched sampling with a key-value cache, on CPU or GPU.
+
+Guarantees: each completion depends on its question, the policy and its request's seed, not on what else is in the batch;
+every token's log-probability is recorded as sampled, the end-of-sequence token's included; a prompt shared by a group is
+computed once; weights are taken all or none.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from common.chat import decode, load_tokenizer, prompt_ids, stop_ids
+from common.messages import Completion, Sampling, Span, Version
+from generators.engines.base import PolicyUnusable, Request
+
+
+class TransformersEngine:
+    """One model in memory. Not thread-safe."""
+
+    def __init__(self, device: str = "auto", dtype: str = "float32") -> None:
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device)
+        self._dtype = getattr(torch, dtype)
+        self._name: str | None = None
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._stops: set[int] = set()
+        self._version = Version(0, 0)
+
+    def open_model(self, model: str) -> None:
+        """Load a hub id or folder; nothing happens when it is open already."""
+        if model == self._name:
+            return
+        self._tokenizer = load_tokenizer(model)
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype).to(self._device).eval()
+        self._stops = stop_ids(self._tokenizer, self._model.generation_config)
+        self._name = model
+
+    def load_policy(self, weights: Path, version: Version) -> None:
+        """Copy the file's weights into the model once all names and shapes agree. Raises PolicyUnusable otherwise."""
+        try:
+            tensors = load_file(weights)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise PolicyUnusable(f"policy {version} is not readable as safetensors: {error}") from None
+        parameters = dict(self._model.named_parameters())
+        if tensors.keys() != parameters.keys():
+            odd = sorted(tensors.keys() ^ parameters.keys())[:3]
+            raise PolicyUnusable(f"policy {version} and model {self._name} differ in {', '.join(odd)}")
+        for name, parameter in parameters.items():
+            if tensors[name].shape != parameter.shape:
+                raise PolicyUnusable(f"policy {version}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(tensors[name])
+        self._version = version
+
+    @torch.inference_mode()
+    def generate(self, requests: list[Request]) -> list[list[Completion]]:
+        """Sample all completions of all requests together."""
+        if not requests:
+            return []
+        prompts = [prompt_ids(self._tokenizer, request.question) for request in requests]
+        owner = torch.tensor([i for i, request in enumerate(requests) for _ in range(request.completions)])
+        rows = len(owner)
+        limits = torch.tensor([requests[i].sampling.max_new_tokens for i in owner], device=self._device)
+        longest = int(limits.max())
+        uniforms = torch.cat([_uniforms(request, longest) for request in requests]).to(self._device)
+        sampler = _Sampler([requests[i].sampling for i in owner], self._device)
+
+        logits, cache, attention = self._prefill(prompts)
+        owner = owner.to(self._device)
+        cache.batch_select_indices(owner)
+        logits, attention = logits[owner], attention[owner]
+        tokens = torch.zeros(rows, longest, dtype=torch.long, device=self._device)
+        logprobs = torch.zeros(rows, longest, device=self._device)
+        lengths = torch.zeros(rows, dtype=torch.long, device=self._device)
+        stopped = torch.zeros(rows, dtype=torch.bool, device=self._device)
+        stops = torch.tensor(sorted(self._stops), device=self._device)
+        active = torch.arange(rows, device=self._device)
+
+        for step in range(longest):
+            chosen, chosen_logprobs = sampler(logits, active, uniforms[active, step])
+            tokens[active, step] = chosen
+            logprobs[active, step] = chosen_logprobs
+            lengths[active] = step + 1
+            ends = torch.isin(chosen, stops)
+            stopped[active] = ends
+            keep = ~ends & (step + 1 < limits[active])
+            if not keep.any():
+                break
+            if not keep.all():
+                kept = keep.nonzero().squeeze(1)
+                cache.batch_select_indices(kept)
+                active, attention, chosen = active[kept], attention[kept], chosen[kept]
+            attention = torch.cat([attention, attention.new_ones(len(active), 1)], dim=1)
+            positions = attention.sum(1, keepdim=True) - 1
+            output = self._model(
+                input_ids=chosen.unsqueeze(1), attention_mask=attention, position_ids=positions, past_key_values=cache
+            )
+            logits = output.logits[:, -1]
+        return self._completions(requests, tokens.cpu(), logprobs.cpu(), lengths.tolist(), stopped.tolist())
+
+    def _prefill(self, prompts: list[list[int]]) -> tuple[Tensor, Any, Tensor]:
+        """Next-token logits, cache and attention mask of the prompts, padded on the left."""
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        attention = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            attention[row, width - len(prompt) :] = 1
+        ids, attention = ids.to(self._device), attention.to(self._device)
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        output = self._model(
+            input_ids=ids, attention_mask=attention, position_ids=positions,
+            past_key_values=DynamicCache(config=self._model.config), use_cache=True, logits_to_keep=1,
+        )  # fmt: skip
+        return output.logits[:, -1], output.past_key_values, attention
+
+    def _completions(
+        self, requests: list[Request], tokens: Tensor, logprobs: Tensor, lengths: list[int], stopped: list[bool]
+    ) -> list[list[Completion]]:
+        groups: list[list[Completion]] = []
+        row = 0
+        for request in requests:
+            group = []
+            for _ in range(request.completions):
+                ids = tokens[row, : lengths[row]].numpy().astype("<i4")
+                values = logprobs[row, : lengths[row]].numpy().astype("<f4")
+                group.append(
+                    Completion(
+                        text=decode(self._tokenizer, ids.tolist(), self._stops),
+                        token_ids=ids.tobytes(),
+                        logprobs=values.tobytes(),
+                        tokens=lengths[row],
+                        logprob=float(values.sum(dtype=np.float64)),
+                        finish_reason="stop" if stopped[row] else "length",
+                        spans=[Span(0, lengths[row], self._version)],
+                    )
+                )
+                row += 1
+            groups.append(group)
+        return groups
+
+
+class _Sampler:
+    """Draws tokens by inverting the cumulative distribution: one uniform number per token, whatever the vocabulary."""
+
+    def __init__(self, samplings: list[Sampling], device: torch.device) -> None:
+        self._temperature = torch.tensor([s.temperature for s in samplings], device=device)
+        self._top_p = torch.tensor([s.top_p for s in samplings], device=device)
+        self._cuts = any(s.top_p < 1.0 for s in samplings)
+        self._greedy = any(s.temperature == 0.0 for s in samplings)
+
+    def __call__(self, logits: Tensor, rows: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and their log-probabilities (after temperature, before the top-p cut; greedy ones at temperature 1)."""
+        temperature = self._temperature[rows]
+        greedy = temperature == 0.0
+        spread = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
+        weights = spread.exp().double()
+        if self._cuts:
+            ordered, order = weights.sort(dim=-1, descending=True)
+            before = ordered.cumsum(-1) - ordered
+            ordered[before >= self._top_p[rows].double().unsqueeze(1)] = 0.0
+            weights = torch.zeros_like(weights).scatter_(1, order, ordered)
+        heights = weights.cumsum(-1)
+        chosen = torch.searchsorted(heights, (uniforms.double() * heights[:, -1]).unsqueeze(1), right=True).squeeze(1)
+        chosen = chosen.clamp(max=logits.shape[1] - 1)
+        if self._greedy:
+            chosen = torch.where(greedy, logits.argmax(-1), chosen)
+        return chosen, spread.gather(1, chosen.unsqueeze(1)).squeeze(1)
+
+
+def _uniforms(request: Request, steps: int) -> Tensor:
+    """[completions, steps] numbers in [0, 1) from the request's seed."""
+    generator = torch.Generator().manual_seed(request.seed % 2**63)
+    # Drawn row by row at a fixed width, so that the same completion gets the same numbers in a wider batch.
+    width = request.sampling.max_new_tokens
+    numbers = torch.rand(request.completions, width, generator=generator)
+    return torch.nn.functional.pad(numbers, (0, steps - width))

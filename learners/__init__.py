@@ -1,0 +1,1 @@
+"""Learners: own and swarm groups in, policies out."""

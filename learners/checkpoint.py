@@ -1,0 +1,117 @@
+"""Checkpoints: what a learner is, on disk.
+
+Guarantees: a checkpoint appears whole or not at all (written aside, synced, renamed); nothing in it is pickled
+(safetensors and JSON); a damaged one is recognised by its checksums, named aloud, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import structlog
+
+from common.directory import Policy
+from common.messages import Version
+from common.policies import sha256
+from learners.orders import AccountState
+
+log = structlog.get_logger()
+
+KEPT = 2
+STATE_FILE = "state.json"
+WEIGHTS_FILE = "model.safetensors"
+
+
+class PendingEvaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An evaluation under way: of the policy after `round`, whose file is pinned."""
+
+    round: int
+    policy: Policy
+
+
+class LearnerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of a learner but its tensors. Randomness needs no state: it is derived from seed, node and round."""
+
+    round: int = 0
+    version: Version = Version(0, 0)
+    account: AccountState = AccountState()
+    seen: dict[str, int] = {}
+    evaluations: tuple[PendingEvaluation, ...] = ()
+    checksums: dict[str, str] = {}
+
+
+class Tensors(Protocol):
+    """What writes and reads its tensors in a checkpoint's folder."""
+
+    def save(self, folder: Path) -> None:
+        """Write safetensors files, `model.safetensors` among them."""
+
+    def load(self, folder: Path) -> None:
+        """Read them back."""
+
+
+class Checkpoints:
+    """The checkpoints of one node, the newest last by (incarnation, round)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for leftover in folder.glob("*.part"):
+            shutil.rmtree(leftover)
+
+    def save(self, state: LearnerState, tensors: Tensors) -> Path:
+        """Write a checkpoint durably; returns its folder. Older ones beyond the last two go."""
+        final = self._folder / f"{state.version.incarnation:06d}-{state.round:09d}"
+        aside = final.with_suffix(".part")
+        aside.mkdir()
+        tensors.save(aside)
+        checksums = {path.name: sha256(path) for path in sorted(aside.iterdir())}
+        state = msgspec.structs.replace(state, checksums=checksums)
+        (aside / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        for path in aside.iterdir():
+            _sync(path)
+        _sync(aside)
+        os.replace(aside, final)
+        _sync(self._folder)
+        for old in self._all()[:-KEPT]:
+            shutil.rmtree(old)
+        return final
+
+    def newest(self) -> tuple[LearnerState, Path] | None:
+        """The newest checkpoint that is whole, None when there is none."""
+        for folder in reversed(self._all()):
+            try:
+                state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=LearnerState)
+                for name, checksum in state.checksums.items():
+                    if sha256(folder / name) != checksum:
+                        raise ValueError(f"{name} is not what was written")
+                return state, folder
+            except (OSError, ValueError) as error:
+                log.error("checkpoint damaged, using the one before", folder=str(folder), detail=str(error))
+        return None
+
+    def raise_incarnation(self) -> int:
+        """A number above every earlier one of this node, remembered before it is returned."""
+        path = self._folder / "incarnation"
+        last = int(path.read_text()) if path.exists() else 0
+        aside = path.with_suffix(".new")
+        aside.write_text(str(last + 1))
+        _sync(aside)
+        os.replace(aside, path)
+        _sync(self._folder)
+        return last + 1
+
+    def _all(self) -> list[Path]:
+        return sorted(path for path in self._folder.iterdir() if path.is_dir() and path.suffix != ".part")
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

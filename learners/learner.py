@@ -1,0 +1,323 @@
+"""The learner: one node's loop of ordering, collecting, updating, checkpointing and announcing. Top to bottom in one file.
+
+Guarantees:
+- a round is one update on I own groups and up to J from the swarm; it waits for own groups and never for the swarm;
+- the checkpoint comes first, then one script tells the server; a crash between the two repeats the script, not the round;
+- nothing of the round's state changes before everything it uses was read and checked.
+
+No torch here: the trainer is handed in, so that the same loop runs in tests without a model.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from statistics import fmean
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from common import metrics, tasks
+from common.directory import Directory, Policy
+from common.identity import Identity
+from common.ledger import Ledger
+from common.messages import Order, Sampling, Version
+from common.policies import PolicyStore
+from common.settings import NodeSettings, Settings
+from common.shared_streams import SwarmReader
+from learners.advantages import rewards
+from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState, PendingEvaluation, Tensors
+from learners.evaluation import Evaluation
+from learners.journal import Journal, question_mark
+from learners.mix import Sample, draw_swarm, own_samples, swarm_samples
+from learners.orders import Account, Arrived
+
+log = structlog.get_logger()
+
+WAIT_MS = 500
+TEND_SECONDS = 1.0
+
+
+class Trainer(Tensors, Protocol):
+    """The part of a learner that holds a model."""
+
+    def update(self, own: list[Sample], swarm: list[Sample]) -> dict[str, float]:
+        """One policy update; returns its figures (loss, grad_norm, tokens_own, tokens_swarm, ...)."""
+
+
+class Learner:
+    """One node."""
+
+    role = "learner"
+
+    def __init__(
+        self,
+        node: str,
+        settings: Settings,
+        ledger: Ledger,
+        directory: Directory,
+        identity: Identity,
+        trainer: Trainer,
+        model: str,
+    ) -> None:
+        """`model` is the folder or hub id that generators open; the trainer holds the same."""
+        self.name = node
+        self._settings = settings
+        self._node: NodeSettings = settings.for_node(node)
+        self._ledger = ledger
+        self._directory = directory
+        self._identity = identity
+        self._trainer = trainer
+        self._model = model
+        self._tasks = tasks.resolve_tasks(self._node.tasks)
+        self._seed_base = tasks.seed_base_of(settings.seed, node, held_out=False)
+        self._tended = 0.0
+        self._waiting_since = time.monotonic()
+
+        folder = settings.run_folder / "nodes" / node
+        self._checkpoints = Checkpoints(folder / "checkpoints")
+        self._store = PolicyStore(settings.policies_url or str(settings.run_folder.resolve() / "policies"), node, self._node.policies_kept)
+        found = self._checkpoints.newest()
+        self._state, self._checkpoint = found or (LearnerState(), None)
+        if self._checkpoint is not None:
+            trainer.load(self._checkpoint)
+            log.info("resumed", node=node, round=self._state.round)
+        self._incarnation = self._checkpoints.raise_incarnation()
+        self._journal = Journal(folder, keep_until=self._state.round)
+        self._version = Version(self._incarnation, self._state.version.step)
+        self._state = msgspec.structs.replace(self._state, version=self._version)
+        self._store.pinned = {pending.policy.version for pending in self._state.evaluations}
+        self._policy = self._publish(durable=True)
+        self._account = Account(
+            ledger, directory.lookup, identity, node, self._incarnation, self._order, self._limit, self._state.account
+        )
+        self._swarm = SwarmReader(
+            ledger.redis, ledger.keys, ledger.clock, node, self._node.mix.tags, self._in_clock_units(settings.swarm.max_age), self._state.seen
+        )  # fmt: skip
+        self._evaluations = [self._evaluation(pending) for pending in self._state.evaluations]
+        if self._state.round == 0 and not self._evaluations and self._evaluation_due(0):
+            self._begin_evaluation(0)
+
+    # --- the worker's side ---
+
+    def rejoin(self) -> None:
+        """Register, announce, and bring the server in line with the checkpoint."""
+        self._directory.register(self._identity)
+        self._account.reconcile(self._state.round, self._announcement())
+        # The pool learns of a target only once its policy is announced.
+        self._directory.add_target(self.name, self._model)
+        for evaluation in self._evaluations:
+            evaluation.rejoin()
+
+    def step(self) -> bool:
+        """Collect what arrived; run a round when it is complete. False when all rounds and evaluations are done."""
+        self._advance_evaluations()
+        if self._state.round >= self._node.rounds:
+            if not self._evaluations:
+                return False
+            time.sleep(0.05 if self._ledger.clock.unit == "ms" else 0)
+            return True
+        ready = len(self._account.waiting) >= self._node.mix.own
+        lockstep = self._ledger.clock.unit == "round"
+        self._account.poll(0 if ready or lockstep else WAIT_MS if not self._evaluations else 50)
+        self._tend()
+        own = self._take_own()
+        if len(own) >= self._node.mix.own:
+            self._round(own)
+        return True
+
+    def drain(self) -> None:
+        """Make what was trained since the last checkpoint durable."""
+        if self._state.round % self._node.checkpoint_every:
+            self._checkpoints.save(self._state, self._trainer)
+
+    def facts(self) -> dict[str, Any]:
+        """Round and open orders."""
+        return {"round": self._state.round, "rounds": self._node.rounds, "waiting": len(self._account.waiting)}
+
+    def in_hand(self) -> tuple[str, list[tuple[str, str]]]:
+        """Own entries have one reader; nobody takes them over."""
+        return "learner", []
+
+    # --- orders ---
+
+    def _order(self, number: int) -> Order:
+        """The order of a number: the same question in every incarnation."""
+        node = self._node
+        shares = Random(f"{self._settings.seed} {self.name} share {number}").random() < node.share.fraction
+        return Order(
+            id=f"{self.name}/{number}",
+            target=self.name,
+            node=self.name,
+            purpose="train",
+            question=tasks.draw(self._tasks, self._seed_base, number, held_out=False),
+            completions=node.group_size,
+            sampling=Sampling(**node.sampling.model_dump()),
+            lowest=Version(self._incarnation, max(0, self._version.step - node.max_staleness)),
+            deadline=self._ledger.clock.now() + self._in_clock_units(node.order_seconds),
+            share=list(node.share.tags) if shares else [],
+        )
+
+    def _in_clock_units(self, seconds: float) -> int:
+        return int(seconds * 1000) if self._ledger.clock.unit == "ms" else int(seconds)
+
+    def _limit(self) -> int:
+        """How many orders may be outstanding: `ahead` batches, and at the end no more than the rounds left need."""
+        left = self._node.rounds - self._state.round
+        return min(self._node.ahead, left) * self._node.mix.own
+
+    def _tend(self) -> None:
+        if time.monotonic() - self._tended > TEND_SECONDS:
+            self._tended = time.monotonic()
+            again, given_up = self._account.tend(self._state.round, self._announcement())
+            if again or given_up:
+                log.warning("orders overdue", node=self.name, asked_again=again, given_up=given_up)
+            books = self._ledger.books(self.name)
+            for column in ("ordered", "trained", "filtered", "expired", "open", "waiting"):
+                metrics.books.labels(self.name, column).set(getattr(books, column))
+
+    # --- one round ---
+
+    def _take_own(self) -> list[Arrived]:
+        """The oldest I groups in order number that are fresh enough, with those too stale before them."""
+        arrived = sorted(self._account.waiting.values(), key=lambda one: one.number)
+        fresh = [one for one in arrived if self._staleness(one) <= self._node.max_staleness]
+        return fresh[: self._node.mix.own]
+
+    def _staleness(self, arrived: Arrived) -> int:
+        """Policy steps between the oldest token of a group and the policy it would train."""
+        oldest = min(completion.spans[0].version.step for completion in arrived.group.completions)
+        return max(0, self._version.step - oldest)
+
+    def _round(self, own: list[Arrived]) -> None:
+        node, started = self._node, time.monotonic()
+        round = self._state.round + 1
+        stale = [one for one in self._account.waiting.values() if self._staleness(one) > node.max_staleness]
+        drawn = draw_swarm(
+            self._swarm, self._ledger, self._directory.lookup, self.name, node.mix.swarm,
+            Random(f"{self._settings.seed} {self.name} draw {round}"),
+        )  # fmt: skip
+        missing = node.mix.swarm - len(drawn)
+        if node.mix.fill and missing:
+            taken = {one.number for one in [*own, *stale]}
+            spare = [one for number, one in sorted(self._account.waiting.items()) if number not in taken]
+            own = own + spare[:missing]
+        drawn_at = time.monotonic()
+
+        questions = [tasks.build(one.group.question).text for one in own]
+        group_rewards = [fmean(rewards(one.group.components, node.reward)) for one in own]
+        own_batch = [s for one, text in zip(own, questions, strict=True) for s in own_samples(one.group, text, node)]
+        swarm_batch = [s for group, text in drawn for s in swarm_samples(group, text, node)]
+        trains = node.learner == "train"
+        figures = self._trainer.update(own_batch, swarm_batch) if trains else {}
+        updated_at = time.monotonic()
+
+        record = {
+            "round": round,
+            "own_reward": fmean(group_rewards),
+            "own_group_rewards": group_rewards,
+            "own_ids": [one.number for one in own],
+            "stale_ids": [one.number for one in stale],
+            "own_tags": [one.group.tag for one in own],
+            "questions": [question_mark(text) for text in questions],
+            "staleness": fmean(self._staleness(one) for one in own),
+            "swarm_ids": [group.order_id for group, _ in drawn],
+            "swarm_tags": [group.tag for group, _ in drawn],
+            "swarm_missing": missing,
+            "own_tokens": sum(c.tokens for one in own for c in one.group.completions),
+            **figures,
+        }
+        # The journal comes before the checkpoint: a resumed learner drops lines its checkpoint does not know.
+        self._journal.round(record)
+        self._version = Version(self._incarnation, self._version.step + int(trains))
+        self._finish(round, [one.number for one in own], [one.number for one in stale], trains)
+        self._journal.timing(
+            {
+                "round": round,
+                "at": time.time(),
+                "waited": started - self._waiting_since,
+                "drew": drawn_at - started,
+                "updated": updated_at - drawn_at,
+                "finished": time.monotonic() - updated_at,
+            }
+        )
+        self._waiting_since = time.monotonic()
+        self._show(record, updated_at - drawn_at)
+
+    def _finish(self, round: int, own: list[int], stale: list[int], trains: bool) -> None:
+        """Checkpoint, then one script: acknowledge, order anew, announce."""
+        settled = self._account.state.settled(trained=own if trains else [], filtered=stale if trains else own + stale)
+        self._state = msgspec.structs.replace(self._state, round=round, version=self._version, seen=self._swarm.seen)
+        room = self._account.room(self._limit(), leaving=len(own) + len(stale))
+        self._state = msgspec.structs.replace(self._state, account=settled.extended(settled.next + room))
+        durable = round % self._node.checkpoint_every == 0 or round == self._node.rounds
+        if self._evaluation_due(round):
+            self._store.pinned.add(self._version)
+        self._policy = self._publish(durable)
+        self._account.settle(round, self._state.account, self._announcement(), durable)
+        if self._evaluation_due(round):
+            self._begin_evaluation(round).rejoin()
+
+    def _publish(self, durable: bool) -> Policy:
+        """Write the weights once: as a checkpoint when it is to be durable, and as the policy's file."""
+        if durable:
+            self._checkpoint = self._checkpoints.save(self._state, self._trainer)
+            return self._store.publish(self._checkpoint / WEIGHTS_FILE, self._version, self._model)
+        with tempfile.TemporaryDirectory() as scratch:
+            self._trainer.save(Path(scratch))
+            return self._store.publish(Path(scratch) / WEIGHTS_FILE, self._version, self._model)
+
+    def _announcement(self) -> bytes:
+        return Directory.announcement(self._policy)
+
+    def _show(self, record: dict[str, Any], seconds: float) -> None:
+        metrics.rounds.labels(self.name).set(record["round"])
+        metrics.own_reward.labels(self.name).set(record["own_reward"])
+        metrics.staleness.labels(self.name).set(record["staleness"])
+        metrics.swarm_groups.labels(self.name).set(len(record["swarm_ids"]))
+        metrics.update_seconds.labels("update").observe(seconds)
+        metrics.tokens_trained.labels("own").inc(record.get("tokens_own", 0))
+        metrics.tokens_trained.labels("swarm").inc(record.get("tokens_swarm", 0))
+        log.info(
+            "round", node=self.name, round=record["round"], own_reward=round_(record["own_reward"]),
+            swarm=len(record["swarm_ids"]), staleness=round_(record["staleness"]),
+        )  # fmt: skip
+
+    # --- evaluation ---
+
+    def _evaluation_due(self, round: int) -> bool:
+        every = self._node.evaluate.every
+        wanted = round in (0, self._node.rounds) or (every and round % every == 0)
+        return bool(wanted and self._node.evaluate.questions and self._node.learner == "train")
+
+    def _begin_evaluation(self, round: int) -> Evaluation:
+        self._store.pinned.add(self._version)
+        pending = PendingEvaluation(round, self._policy)
+        self._state = msgspec.structs.replace(self._state, evaluations=(*self._state.evaluations, pending))
+        self._evaluations.append(self._evaluation(pending))
+        return self._evaluations[-1]
+
+    def _evaluation(self, pending: PendingEvaluation) -> Evaluation:
+        return Evaluation(
+            self.name, self._settings, self._ledger, self._directory, self._identity, self._incarnation, self._tasks, pending
+        )
+
+    def _advance_evaluations(self) -> None:
+        for evaluation in list(self._evaluations):
+            result = evaluation.step()
+            if result is None:
+                continue
+            self._journal.heldout(result)
+            metrics.heldout_reward.labels(self.name).set(result["reward"])
+            self._evaluations.remove(evaluation)
+            self._store.pinned.discard(evaluation.pending.policy.version)
+            left = tuple(one for one in self._state.evaluations if one != evaluation.pending)
+            self._state = msgspec.structs.replace(self._state, evaluations=left)
+
+
+def round_(value: float) -> float:
+    """Three decimals, for the log."""
+    return float(f"{value:.3f}")
