@@ -22,6 +22,7 @@ import redis
 
 from common.clock import Clock
 from common.keys import Keys
+from common.messages import Order
 
 QUARANTINE_KEPT = 200
 QUARANTINE_HEAD = 2048
@@ -174,13 +175,20 @@ class Ledger:
         return self._read("verifiers", me, [self.keys.raw(shard)], count, wait_ms, backlog)
 
     def publish(
-        self, target: str, author: str, order_id: str, entry_id: str, own: bytes, tag: str, swarm: bytes, quota: int, max_age: int
+        self,
+        order: Order,
+        entry_id: str,
+        own: bytes,
+        tag: str,
+        swarm: bytes,
+        quota: int,
+        max_age: int,
     ) -> bool:
         """Publish a scored group to its target's own stream and, unless `swarm` is empty, to the author's swarm stream.
 
         `max_age` in the clock's unit. Returns False for a duplicate: the order was answered before or is settled.
         """
-        keys, clock = self.keys, self.clock
+        keys, clock, target, author = self.keys, self.clock, order.target, order.node
         shard = keys.shard_of(target)
         now = clock.now()
         names = [
@@ -188,9 +196,9 @@ class Ledger:
             keys.authors(shard, tag), keys.swarm(author, tag) if swarm else keys.own(target),
         ]  # fmt: skip
         expiry = max_age if clock.unit == "ms" else 0
-        args = [
-            order_id, entry_id, clock.stream_id(), own,
-            swarm, clock.stream_id(), author, quota, expiry, now, max(0, now - max_age),
+        args: list[Any] = [
+            order.id, entry_id, clock.stream_id(), own,
+            swarm, clock.stream_id(), author, quota, expiry, now, max(0, now - max_age), order.purpose,
         ]  # fmt: skip
         return bool(self._scripts["publish"](names, args))
 
@@ -215,7 +223,7 @@ class Ledger:
         pipeline.execute()
 
     def counts(self) -> dict[str, int]:
-        """Totals over all shards: scored, shared, duplicates, skipped, redelivered, refused:<stream>:<reason>."""
+        """Totals over all shards: scored:<purpose>, shared, duplicates, skipped, redelivered, refused:<stream>:<reason>."""
         totals: dict[str, int] = {}
         for shard in range(self.keys.shards):
             for field, value in self.redis.hgetall(self.keys.counts(shard)).items():
@@ -226,7 +234,7 @@ class Ledger:
         """Take over what consumers gone quiet for `quiet_ms` hold; read it with `backlog=True`. Returns how many."""
         names = [stream, self.keys.counts(shard), self.keys.quarantine(shard)]
         field = f"refused:{label}:deliveries"
-        args = [group, me, quiet_ms, count, DELIVERIES_ALLOWED, field, QUARANTINE_KEPT, CONSUMER_RETIRED_MS]
+        args: list[Any] = [group, me, quiet_ms, count, DELIVERIES_ALLOWED, field, QUARANTINE_KEPT, CONSUMER_RETIRED_MS]
         try:
             return len(self._scripts["redeliver"](names, args))
         except redis.ResponseError as error:

@@ -60,7 +60,7 @@ class Version(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_u
         return f"{self.incarnation}.{self.step}"
 
 
-class Sampling(_Message):
+class Sampling(_Message, frozen=True):
     """How completions are drawn. Log-probabilities are recorded after temperature, before the top-p cut."""
 
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=131072)]
@@ -68,7 +68,7 @@ class Sampling(_Message):
     top_p: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
 
 
-class Order(_Message):
+class Order(_Message, frozen=True):
     """One question to answer. Its id is the id of the group that answers it: `<target>/<number>`.
 
     `lowest` is the oldest policy version that may answer, `deadline` a time of the run's clock, `share` the reward tags
@@ -95,7 +95,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     version: Version
 
 
-class Completion(_Message):
+class Completion(_Message, frozen=True):
     """One answer as sampled.
 
     `token_ids` is little-endian int32, `logprobs` little-endian float32, one value per token, the end-of-sequence token
@@ -111,7 +111,7 @@ class Completion(_Message):
     spans: Annotated[list[Span], msgspec.Meta(max_length=4096)]
 
 
-class RawGroup(_Message):
+class RawGroup(_Message, frozen=True):
     """A generator's answer: the signed order inside, so that nobody can answer an order that was never given."""
 
     order: bytes
@@ -119,7 +119,7 @@ class RawGroup(_Message):
     model: Annotated[str, msgspec.Meta(max_length=512)]
 
 
-class ScoredGroup(_Message):
+class ScoredGroup(_Message, frozen=True):
     """What the learner of the order's node reads: everything sampled, and reward components per completion."""
 
     order_id: OrderId
@@ -133,7 +133,7 @@ class ScoredGroup(_Message):
     generator: str
 
 
-class SharedCompletion(_Message):
+class SharedCompletion(_Message, frozen=True):
     """A completion as other nodes see it: text, its length in the author's tokens, and one log-probability."""
 
     text: str
@@ -142,12 +142,16 @@ class SharedCompletion(_Message):
     finish_reason: FinishReason
 
 
-class SwarmGroup(_Message):
-    """What every other learner may read: no token ids, since models and tokenizers differ."""
+class SwarmGroup(_Message, frozen=True):
+    """What every other learner may read: no token ids, since models and tokenizers differ.
+
+    `question_text` is what the verifier rebuilt, so that no learner has to build a stranger's question.
+    """
 
     order_id: OrderId
     author: Name
     question: Question
+    question_text: Annotated[str, msgspec.Meta(min_length=1, max_length=32_768)]
     completions: list[SharedCompletion]
     components: list[Components]
     tag: Tag
@@ -192,7 +196,8 @@ def open_envelope(data: bytes) -> Envelope:
         raise NewerSchema(f"schema {schema}, this worker reads up to {SCHEMA}")
     if schema < max(1, SCHEMA - 1):
         raise Refused("old_schema", f"schema {schema}, this worker reads {max(1, SCHEMA - 1)} and {SCHEMA}")
-    return _decode(_envelopes, data)
+    envelope: Envelope = _decode(_envelopes, data)
+    return envelope
 
 
 def decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
@@ -201,7 +206,7 @@ def decode(decoder: msgspec.msgpack.Decoder[M], body: bytes) -> M:
     Raises:
         Refused: `malformed`.
     """
-    message = _decode(decoder, body)
+    message: M = _decode(decoder, body)
     fault = _fault(message)
     if fault:
         raise Refused("malformed", fault)

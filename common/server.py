@@ -39,7 +39,9 @@ class _Watch:
         known, self.run_id = self.run_id, facts.get("run_id", "").strip()
         version = facts.get("valkey_version") or facts.get("redis_version", "0")
         if int(version.split(".")[0]) < OLDEST:
-            raise ServerRefused(f"the server is version {version.strip()}; grapevine needs Redis or Valkey {OLDEST} or newer")
+            raise ServerRefused(
+                f"the server is version {version.strip()}; grapevine needs Redis or Valkey {OLDEST} or newer"
+            )
         if known is not None and known != self.run_id:
             raise ServerChanged("the server restarted")
 

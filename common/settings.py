@@ -96,12 +96,12 @@ class NodeSettings(_Section):
     order_seconds: float = Field(120.0, gt=0)
     checkpoint_every: int = Field(1, ge=1)
     policies_kept: int = Field(8, ge=2)
-    sampling: SamplingSettings = SamplingSettings()  # type: ignore[call-arg]
-    mix: MixSettings = MixSettings()  # type: ignore[call-arg]
-    share: ShareSettings = ShareSettings()  # type: ignore[call-arg]
+    sampling: SamplingSettings = SamplingSettings()
+    mix: MixSettings = MixSettings()
+    share: ShareSettings = ShareSettings()
     reward: RewardSettings = RewardSettings()
-    update: UpdateSettings = UpdateSettings()  # type: ignore[call-arg]
-    evaluate: EvaluateSettings = EvaluateSettings()  # type: ignore[call-arg]
+    update: UpdateSettings = UpdateSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
 
 
 class GeneratorSettings(_Section):
@@ -119,7 +119,7 @@ class VerifierSettings(_Section):
     """Scoring."""
 
     replicas: int = Field(1, ge=0)
-    answer_seconds: float = Field(0.5, gt=0)
+    answer_seconds: float = Field(0.2, gt=0, description="CPU seconds to score one answer")
     memory_megabytes: int = Field(1024, ge=256)
     max_characters: int = Field(65536, ge=1, description="longer completions score 0")
 
@@ -135,7 +135,11 @@ class Settings(BaseSettings):
     """A whole run."""
 
     model_config = SettingsConfigDict(
-        extra="forbid", frozen=True, env_prefix="GRAPEVINE_", env_nested_delimiter="__", nested_model_default_partial_update=True
+        extra="forbid",
+        frozen=True,
+        env_prefix="GRAPEVINE_",
+        env_nested_delimiter="__",
+        nested_model_default_partial_update=True,
     )
 
     run: NamePattern = "swarm"
@@ -146,11 +150,11 @@ class Settings(BaseSettings):
     shards: int = Field(1, ge=1, le=1024)
     redeliver_seconds: float = Field(15.0, gt=0, description="a worker silent for so long loses its entries to others")
     policies_url: str | None = Field(None, description="fsspec URL for policy files; default: a folder of the run")
-    node: NodeSettings = NodeSettings()  # type: ignore[call-arg]
+    node: NodeSettings = NodeSettings()
     nodes: int | dict[NamePattern, dict[str, Any] | None] = Field(4, description="how many, or a name per node")
-    generators: GeneratorSettings = GeneratorSettings()  # type: ignore[call-arg]
-    verifiers: VerifierSettings = VerifierSettings()  # type: ignore[call-arg]
-    swarm: SwarmSettings = SwarmSettings()  # type: ignore[call-arg]
+    generators: GeneratorSettings = GeneratorSettings()
+    verifiers: VerifierSettings = VerifierSettings()
+    swarm: SwarmSettings = SwarmSettings()
 
     @classmethod
     def settings_customise_sources(

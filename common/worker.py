@@ -25,7 +25,12 @@ from common import metrics
 from common.directory import HEARTBEAT_SECONDS, Directory
 from common.ledger import Ledger
 
-TRANSIENT = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError, redis.exceptions.OutOfMemoryError)
+TRANSIENT = (
+    redis.ConnectionError,
+    redis.TimeoutError,
+    redis.exceptions.ReadOnlyError,
+    redis.exceptions.OutOfMemoryError,
+)
 LONGEST_PAUSE_SECONDS = 2.0
 BUG_EXIT_CODE = 70
 
@@ -57,8 +62,8 @@ class Worker(Protocol):
 class Loop:
     """Runs one worker until it is complete, is told to stop, or meets a bug."""
 
-    def __init__(self, worker: Worker, heart: Callable[[], tuple[Directory, Ledger]]) -> None:
-        """`heart` makes the heartbeat thread's own directory and ledger, on a connection of its own."""
+    def __init__(self, worker: Worker, heart: Callable[[], tuple[Ledger, Directory]]) -> None:
+        """`heart` makes the heartbeat thread's own ledger and directory, on a connection of its own."""
         self._worker = worker
         self._heart = heart
         self._stop = threading.Event()
@@ -102,7 +107,7 @@ class Loop:
         beating.join(timeout=HEARTBEAT_SECONDS + 1)
 
     def _beat(self) -> None:
-        directory, ledger = self._heart()
+        ledger, directory = self._heart()
         while True:
             stopping = self._stop.wait(HEARTBEAT_SECONDS)
             try:
@@ -149,6 +154,6 @@ def serve_health(loop: Loop, port: int, stalled_after: float = 600.0) -> Threadi
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("0.0.0.0", port), Handler)  # noqa: S104 - probes come from outside the pod
+    server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
     threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
     return server

@@ -53,7 +53,7 @@ class Generator:
         self._engine = engine
         self._cache = cache
         fixed = settings.generators.target
-        self._pool = Pool(directory, name, None if fixed == "auto" else fixed)
+        self.pool = Pool(directory, name, None if fixed == "auto" else fixed)
         self._loaded: tuple[str, Version] | None = None
         self._hand: list[tuple[Entry, Order, bytes]] = []
         self._model: str | None = None
@@ -65,18 +65,18 @@ class Generator:
     def rejoin(self) -> None:
         """Register the key; orders taken before are read again from the streams."""
         self._directory.register(self._identity)
-        self._hand, self._read, self._pool.current = [], set(), None
+        self._hand, self._read, self.pool.current = [], set(), None
 
     def step(self) -> bool:
         """Take a batch of orders, answer it."""
-        target = self._pool.choose()
+        target = self.pool.choose()
         if target is None:
             time.sleep(self._wait_ms / 1000)
             return True
         self._take_over(target)
         self._take(target)
         if not self._hand:
-            self._pool.ran_dry(target)
+            self.pool.ran_dry(target)
             return True
         if self._ready(target):
             self._answer(target)
@@ -84,7 +84,7 @@ class Generator:
             # They stay pending with this consumer and are read again on the next visit; others are served meanwhile.
             self._hand = []
             self._read.discard(target)
-            self._pool.ran_dry(target)
+            self.pool.ran_dry(target)
             time.sleep(self._wait_ms / 1000)
         return True
 
@@ -186,7 +186,7 @@ class Generator:
             requests.append(Request(item.text, order.completions, order.sampling, seed))
         self._hand = batch
         for (entry, _, data), completions in zip(batch, self._engine.generate(requests), strict=True):
-            group = RawGroup(order=data, completions=completions, model=self._pool.models.get(target, ""))
+            group = RawGroup(order=data, completions=completions, model=self.pool.models.get(target, ""))
             self._ledger.answer(target, entry.id, self._identity.seal(group))
             self._tokens += sum(c.tokens for c in completions)
             self._groups += 1
@@ -201,7 +201,7 @@ class Generator:
     def facts(self) -> dict[str, Any]:
         """Target, policy, totals since the start."""
         serving = str(self._loaded[1]) if self._loaded else ""
-        return {"target": self._pool.current, "policy": serving, "tokens": self._tokens, "groups": self._groups}
+        return {"target": self.pool.current, "policy": serving, "tokens": self._tokens, "groups": self._groups}
 
     def in_hand(self) -> tuple[str, list[tuple[str, str]]]:
         """The orders being answered."""

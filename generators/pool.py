@@ -18,9 +18,7 @@ ANNOUNCE_SECONDS = 2.0
 class Pool:
     """Chooses the target with the most unanswered orders per generator; stays until it runs dry."""
 
-    def __init__(
-        self, directory: Directory, me: str, fixed: str | None, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, directory: Directory, me: str, fixed: str | None, now: Callable[[], float] = time.monotonic) -> None:
         """`fixed` names the one target to serve; None chooses."""
         self._directory = directory
         self._me = me
@@ -35,7 +33,9 @@ class Pool:
         """The target to serve now, None when nobody asks for anything."""
         if self.current is None:
             self.current = self._best()
-        if self.current is not None and self._announced[1] != self.current or self._now() - self._announced[0] > ANNOUNCE_SECONDS:
+        if (self.current is not None and self._announced[1] != self.current) or self._now() - self._announced[
+            0
+        ] > ANNOUNCE_SECONDS:
             self._announced = (self._now(), self.current or "")
             self._directory.assign(self._me, self.current or "")
         return self.current

@@ -43,12 +43,16 @@ class EmbeddedServer:
         config.touch(mode=0o600)
         config.write_text(
             f"bind 127.0.0.1\nport {self._port}\nrequirepass {self._password}\ndir {self.folder.resolve()}\n"
-            "appendonly yes\nappendfsync everysec\nsave \"\"\nmaxmemory-policy noeviction\n"
+            'appendonly yes\nappendfsync everysec\nsave ""\nmaxmemory-policy noeviction\n'
             "auto-aof-rewrite-min-size 64mb\n"
         )
         log = (self.folder / "server.log").open("ab")
         self._process = subprocess.Popen(
-            [str(get_binary_path()), str(config)], stdout=log, stderr=log, preexec_fn=die_with_parent, start_new_session=True
+            [str(get_binary_path()), str(config)],
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
+            start_new_session=True,
         )
         deadline = time.monotonic() + START_SECONDS
         client = redis.Redis.from_url(self.url, socket_timeout=5)

@@ -7,7 +7,6 @@ the training's; the questions are the same for every node and round; a restarted
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from statistics import fmean, stdev
 from typing import Any
 
@@ -34,7 +33,7 @@ class Evaluation:
         directory: Directory,
         identity: Identity,
         incarnation: int,
-        task_specs: Sequence[tasks.TaskSpec],
+        task_specs: tuple[tasks.TaskSpec, ...],
         pending: PendingEvaluation,
     ) -> None:
         self.pending = pending
@@ -48,8 +47,15 @@ class Evaluation:
         self._questions = self._settings.evaluate.questions
         self._announcement = Directory.announcement(pending.policy)
         self._account = Account(
-            ledger, directory.lookup, identity, self.target, incarnation, self._order, lambda: self._questions, AccountState()
-        )  # fmt: skip
+            ledger,
+            directory.lookup,
+            identity,
+            self.target,
+            incarnation,
+            self._order,
+            lambda: self._questions,
+            AccountState(),
+        )
         self._tended = time.monotonic()
 
     def rejoin(self) -> None:

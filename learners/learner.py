@@ -79,11 +79,14 @@ class Learner:
 
         folder = settings.run_folder / "nodes" / node
         self._checkpoints = Checkpoints(folder / "checkpoints")
-        self._store = PolicyStore(settings.policies_url or str(settings.run_folder.resolve() / "policies"), node, self._node.policies_kept)
+        self._store = PolicyStore(
+            settings.policies_url or str(settings.run_folder.resolve() / "policies"), node, self._node.policies_kept
+        )
         found = self._checkpoints.newest()
-        self._state, self._checkpoint = found or (LearnerState(), None)
-        if self._checkpoint is not None:
-            trainer.load(self._checkpoint)
+        self._state = LearnerState()
+        if found is not None:
+            self._state, folder_of_checkpoint = found
+            trainer.load(folder_of_checkpoint)
             log.info("resumed", node=node, round=self._state.round)
         self._incarnation = self._checkpoints.raise_incarnation()
         self._journal = Journal(folder, keep_until=self._state.round)
@@ -94,9 +97,10 @@ class Learner:
         self._account = Account(
             ledger, directory.lookup, identity, node, self._incarnation, self._order, self._limit, self._state.account
         )
+        max_age = self._in_clock_units(settings.swarm.max_age)
         self._swarm = SwarmReader(
-            ledger.redis, ledger.keys, ledger.clock, node, self._node.mix.tags, self._in_clock_units(settings.swarm.max_age), self._state.seen
-        )  # fmt: skip
+            ledger.redis, ledger.keys, ledger.clock, node, self._node.mix.tags, max_age, self._state.seen
+        )
         self._evaluations = [self._evaluation(pending) for pending in self._state.evaluations]
         if self._state.round == 0 and not self._evaluations and self._evaluation_due(0):
             self._begin_evaluation(0)
@@ -210,7 +214,7 @@ class Learner:
         questions = [tasks.build(one.group.question).text for one in own]
         group_rewards = [fmean(rewards(one.group.components, node.reward)) for one in own]
         own_batch = [s for one, text in zip(own, questions, strict=True) for s in own_samples(one.group, text, node)]
-        swarm_batch = [s for group, text in drawn for s in swarm_samples(group, text, node)]
+        swarm_batch = [s for group in drawn for s in swarm_samples(group, node)]
         trains = node.learner == "train"
         figures = self._trainer.update(own_batch, swarm_batch) if trains else {}
         updated_at = time.monotonic()
@@ -224,8 +228,8 @@ class Learner:
             "own_tags": [one.group.tag for one in own],
             "questions": [question_mark(text) for text in questions],
             "staleness": fmean(self._staleness(one) for one in own),
-            "swarm_ids": [group.order_id for group, _ in drawn],
-            "swarm_tags": [group.tag for group, _ in drawn],
+            "swarm_ids": [group.order_id for group in drawn],
+            "swarm_tags": [group.tag for group in drawn],
             "swarm_missing": missing,
             "own_tokens": sum(c.tokens for one in own for c in one.group.completions),
             **figures,
@@ -264,8 +268,8 @@ class Learner:
     def _publish(self, durable: bool) -> Policy:
         """Write the weights once: as a checkpoint when it is to be durable, and as the policy's file."""
         if durable:
-            self._checkpoint = self._checkpoints.save(self._state, self._trainer)
-            return self._store.publish(self._checkpoint / WEIGHTS_FILE, self._version, self._model)
+            folder = self._checkpoints.save(self._state, self._trainer)
+            return self._store.publish(folder / WEIGHTS_FILE, self._version, self._model)
         with tempfile.TemporaryDirectory() as scratch:
             self._trainer.save(Path(scratch))
             return self._store.publish(Path(scratch) / WEIGHTS_FILE, self._version, self._model)
@@ -302,7 +306,14 @@ class Learner:
 
     def _evaluation(self, pending: PendingEvaluation) -> Evaluation:
         return Evaluation(
-            self.name, self._settings, self._ledger, self._directory, self._identity, self._incarnation, self._tasks, pending
+            self.name,
+            self._settings,
+            self._ledger,
+            self._directory,
+            self._identity,
+            self._incarnation,
+            self._tasks,
+            pending,
         )
 
     def _advance_evaluations(self) -> None:

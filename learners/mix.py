@@ -1,7 +1,8 @@
 """Which groups a round trains on, and what each completion is worth to the update.
 
-Guarantees: own reward is the mean over all own groups of the round, before any filter; a swarm group enters only after
-its question was rebuilt here and is not held out; a malformed one is refused before anything of the round's state changes.
+Guarantees: own reward is the mean over all own groups of the round, before any filter; a swarm group enters only when
+its signature holds and its question is not held out; a malformed one is refused before
+anything of the round's state changes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from common.ledger import Entry, Ledger
 from common.messages import NewerSchema, Refused, ScoredGroup, SwarmGroup
 from common.settings import NodeSettings
 from common.shared_streams import SwarmReader
-from common.tasks import TaskRefused, build, is_held_out
+from common.tasks import is_held_out
 from learners.advantages import group_advantages, rewards
 
 
@@ -35,9 +36,9 @@ class Sample:
 
 def draw_swarm(
     reader: SwarmReader, ledger: Ledger, lookup: KeyLookup, me: str, count: int, random: Random
-) -> list[tuple[SwarmGroup, str]]:
-    """Up to `count` groups with their questions' text; fewer when the swarm holds no more that we have not seen."""
-    groups: list[tuple[SwarmGroup, str]] = []
+) -> list[SwarmGroup]:
+    """Up to `count` groups; fewer when the swarm holds no more that we have not seen."""
+    groups: list[SwarmGroup] = []
     while len(groups) < count:
         entry = reader.draw(random)
         if entry is None:
@@ -51,19 +52,15 @@ def draw_swarm(
     return groups
 
 
-def _open(entry: Entry, lookup: KeyLookup) -> tuple[SwarmGroup, str]:
+def _open(entry: Entry, lookup: KeyLookup) -> SwarmGroup:
     group, _ = unseal(SwarmGroup, entry.data, lookup)
     if not entry.stream.endswith(f":swarm-{group.tag}:{group.author}"):
         raise Refused("misplaced", f"a {group.tag} group of {group.author} lay in {entry.stream}")
     if len(group.completions) < 2:
         raise Refused("malformed", "a group of one completion teaches nothing")
-    try:
-        item = build(group.question)
-    except TaskRefused as refusal:
-        raise Refused("bad_question", str(refusal)) from None
-    if is_held_out(item.text):
+    if is_held_out(group.question_text):
         raise Refused("held_out", "the question is held out")
-    return group, item.text
+    return group
 
 
 def _shard_of(entry: Entry, ledger: Ledger) -> int:
@@ -79,7 +76,7 @@ def own_samples(group: ScoredGroup, question: str, settings: NodeSettings) -> li
     ]
 
 
-def swarm_samples(group: SwarmGroup, question: str, settings: NodeSettings) -> list[Sample]:
+def swarm_samples(group: SwarmGroup, settings: NodeSettings) -> list[Sample]:
     """Samples of a foreign group. `successes` leaves out what did worse than its group's mean.
 
     Pushing down text that one's own policy would hardly write teaches nothing; pulling up a right answer does.
@@ -87,7 +84,7 @@ def swarm_samples(group: SwarmGroup, question: str, settings: NodeSettings) -> l
     advantages = group_advantages(rewards(group.components, settings.reward))
     only_successes = settings.update.correction == "successes"
     return [
-        Sample(question, c.text, c.finish_reason == "stop", advantage, None, None)
+        Sample(group.question_text, c.text, c.finish_reason == "stop", advantage, None, None)
         for c, advantage in zip(group.completions, advantages, strict=True)
         if advantage > 0 or (advantage < 0 and not only_successes)
     ]

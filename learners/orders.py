@@ -35,7 +35,9 @@ class AccountState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether this order is done with."""
         return number < self.watermark or number in self.above
 
-    def settled(self, trained: Sequence[int] = (), filtered: Sequence[int] = (), expired: Sequence[int] = ()) -> AccountState:
+    def settled(
+        self, trained: Sequence[int] = (), filtered: Sequence[int] = (), expired: Sequence[int] = ()
+    ) -> AccountState:
         """The state after these numbers are done with. Raises ValueError when one of them already was, or never was."""
         numbers = [*trained, *filtered, *expired]
         above = set(self.above)
@@ -161,7 +163,15 @@ class Account:
         drops = [f"{self._target}/{number}" for number in known if self.state.is_settled(number)]
         orders = [self._sealed(number) for number in [*missing, *fresh]]
         self._ledger.settle(
-            self._target, self._incarnation, round, self._totals(), policy, acks=done, drops=drops, orders=orders, force=True
+            self._target,
+            self._incarnation,
+            round,
+            self._totals(),
+            policy,
+            acks=done,
+            drops=drops,
+            orders=orders,
+            force=True,
         )
 
     def tend(self, round: int, policy: bytes) -> tuple[int, int]:
@@ -222,9 +232,7 @@ class Account:
                 self._ledger.keep([(entry.stream, entry.id)], "learner", self._target, fresh=True)
                 continue
             except Refused as refusal:
-                if self._ledger.refuse(
-                    self._shard, "learner", entry, "own", refusal.reason, refusal.detail, self._target
-                ):
+                if self._ledger.refuse(self._shard, "learner", entry, "own", refusal.reason, refusal.detail, self._target):
                     self.refused[refusal.reason] = self.refused.get(refusal.reason, 0) + 1
                 continue
             if self.state.is_settled(number) or number in self.waiting:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import structlog
@@ -51,7 +52,8 @@ class PolicyTrainer:
         self._settings = settings
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._tokenizer = load_tokenizer(model)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self._device)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.model = loaded.to(self._device)
         # Evaluation mode: dropout would make the learner's log-probabilities differ from the generator's.
         self.model.eval()
         self._parameters = dict(self.model.named_parameters())

@@ -60,7 +60,7 @@ class Verifier:
         self._directory = directory
         self._identity = identity
         self._scorer = scorer
-        self._wait_ms = 1000 // ledger.keys.shards
+        self._wait_ms = 1000 // ledger.keys.shards if ledger.clock.unit == "ms" else 0
         self._hand: list[Entry] = []
         self._backlog = True
         self._looked_for_quiet = 0.0
@@ -131,7 +131,9 @@ class Verifier:
             raise Refused("bad_question", str(refusal)) from None
         metrics.scoring_seconds.labels(order.question.task).observe(time.perf_counter() - started)
         if verdict.held_out != (order.purpose == "eval"):
-            raise Refused("held_out", f"the question is {'' if verdict.held_out else 'not '}held out, purpose {order.purpose}")
+            raise Refused(
+                "held_out", f"the question is {'' if verdict.held_out else 'not '}held out, purpose {order.purpose}"
+            )
         for fault in filter(None, verdict.faults):
             metrics.scoring_faults.labels(order.question.task, fault).inc()
         self._publish(entry, raw, order, verdict, generator.name)
@@ -156,6 +158,7 @@ class Verifier:
                     order_id=order.id,
                     author=order.node,
                     question=order.question,
+                    question_text=verdict.text,
                     completions=[
                         SharedCompletion(text=c.text, tokens=c.tokens, logprob=c.logprob, finish_reason=c.finish_reason)
                         for c in raw.completions
@@ -169,7 +172,7 @@ class Verifier:
         limits = self._settings.swarm
         age = limits.max_age * 1000 if self._ledger.clock.unit == "ms" else limits.max_age
         own = self._identity.seal(scored)
-        if self._ledger.publish(order.target, order.node, order.id, entry.id, own, tag, swarm, limits.quota, age):
+        if self._ledger.publish(order, entry.id, own, tag, swarm, limits.quota, age):
             metrics.groups_scored.labels(tag).inc()
             self._scored += 1
 

@@ -1,12 +1,13 @@
 -- A verifier publishes a scored group. The first valid answer of an open order wins; any later one is a duplicate.
 -- KEYS open raw own counts authors swarm
 -- ARGV order id, raw entry id, own stream id, own message,
---      swarm message or '', swarm stream id, author, quota, maximum age (ms, 0 = in rounds), time now, oldest time kept
+--      swarm message or '', swarm stream id, author, quota, maximum age (ms, 0 = in rounds), time now, oldest time kept,
+--      purpose
 -- Returns 1 when published, 0 for a duplicate.
 local first = redis.call('HDEL', KEYS[1], ARGV[1])
 if first == 1 then
   redis.call('XADD', KEYS[3], ARGV[3], 'm', ARGV[4])
-  redis.call('HINCRBY', KEYS[4], 'scored', 1)
+  redis.call('HINCRBY', KEYS[4], 'scored:' .. ARGV[12], 1)
   if ARGV[5] ~= '' then
     redis.call('XADD', KEYS[6], 'MAXLEN', ARGV[8], ARGV[6], 'm', ARGV[5])
     redis.call('XTRIM', KEYS[6], 'MINID', ARGV[11])

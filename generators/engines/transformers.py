@@ -41,7 +41,8 @@ class TransformersEngine:
         if model == self._name:
             return
         self._tokenizer = load_tokenizer(model)
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype).to(self._device).eval()
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype)
+        self._model.to(self._device).eval()
         self._stops = stop_ids(self._tokenizer, self._model.generation_config)
         self._name = model
 
@@ -57,7 +58,9 @@ class TransformersEngine:
             raise PolicyUnusable(f"policy {version} and model {self._name} differ in {', '.join(odd)}")
         for name, parameter in parameters.items():
             if tensors[name].shape != parameter.shape:
-                raise PolicyUnusable(f"policy {version}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}")
+                raise PolicyUnusable(
+                    f"policy {version}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}"
+                )
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[name])

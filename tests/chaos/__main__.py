@@ -177,7 +177,11 @@ def run(folder: Path, faults: int, nodes: int, chance: random.Random) -> list[st
             done[kind] = done.get(kind, 0) + 1
             server_back = strike(kind, chance, fleet, server)
             if sum(done.values()) % 25 == 0:
-                print(f"{sum(done.values()):4d} faults  {progress:6d} rounds  {fleet.restarts:4d} restarts  {now - started:4.0f} s", flush=True)
+                print(
+                    f"{sum(done.values()):4d} faults  {progress:6d} rounds  {fleet.restarts:4d} restarts  "
+                    f"{now - started:4.0f} s",
+                    flush=True,
+                )
         time.sleep(chance.uniform(0.05, 0.8))
     fleet.stopped = dict.fromkeys(fleet.stopped, 0.0)
     fleet.tend()
@@ -269,7 +273,16 @@ def check(settings: Settings, names: list[str]) -> list[str]:
 
 
 def _row(books: Books) -> list[int]:
-    return [books.open, books.waiting, books.ordered, books.trained, books.filtered, books.expired, books.incarnation, books.round]
+    return [
+        books.open,
+        books.waiting,
+        books.ordered,
+        books.trained,
+        books.filtered,
+        books.expired,
+        books.incarnation,
+        books.round,
+    ]
 
 
 if __name__ == "__main__":

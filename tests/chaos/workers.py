@@ -27,7 +27,7 @@ class CoinScorer:
     def score(self, question: Question, texts: list[str], max_characters: int) -> GroupVerdict:
         """1 for `<answer>1</answer>`."""
         components = [Components(float("1" in text), 1.0, 1.0) for text in texts]
-        return GroupVerdict(components, [None] * len(texts), False, "", "")
+        return GroupVerdict(components, [None] * len(texts), False, "a question", "")
 
     def close(self) -> None:
         """Nothing to end."""
@@ -72,10 +72,4 @@ def make_worker(
     else:
         identity = Identity.fresh("verifier", name, settings.site)
         worker = Verifier(name, settings, ledger, directory, identity, CoinScorer())
-    return Loop(worker, lambda: reversed_pair(settings))
-
-
-def reversed_pair(settings: Settings):  # type: ignore[no-untyped-def]
-    """Directory and ledger on a connection of their own, for the heartbeat."""
-    ledger, directory = open_run(settings, socket_timeout=SOCKET_TIMEOUT)
-    return directory, ledger
+    return Loop(worker, lambda: open_run(settings, socket_timeout=SOCKET_TIMEOUT))

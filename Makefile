@@ -1,0 +1,48 @@
+# Every target makes its own environment first (.venv); it is made anew only when what it depends on changes.
+# PYTHON=/path/to/python3 names the interpreter, TORCH=cpu or TORCH=cuda overrules the search for a GPU.
+
+SHELL := /bin/sh
+BIN := .venv/bin
+STAMP := .venv/.stamp
+FAULTS ?= 300
+export PYTHON TORCH
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint chaos bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## make .venv and install grapevine with everything it needs
+	@echo "grapevine is ready in .venv; next: make demo"
+
+demo: $(STAMP) ## train a small swarm on this machine, then print its report
+	@$(BIN)/grapevine up configs/demo.yaml
+	@$(BIN)/grapevine report demo
+
+test: lint ## lint, then the whole test suite
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+
+lint: $(STAMP) ## style, formatting, types, and which package may import which
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+chaos: $(STAMP) ## kill parts of a running swarm at random and check the books (FAULTS=300)
+	@$(BIN)/python -m tests.chaos --faults $(FAULTS)
+
+bench: $(STAMP) ## how many rollouts the transport carries on this machine
+	@$(BIN)/python -m benchmarks.transport
+
+clean: ## remove .venv, caches and build folders; runs/ stays
+	@rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find . -name .git -prune -o -path ./runs -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	@echo "removed .venv, caches and build folders; runs/ is left alone"
+
+# Tests and benchmarks run several processes side by side: one thread each keeps them from fighting over the cores.
+test chaos bench: export OMP_NUM_THREADS := 1
+
+$(STAMP): pyproject.toml constraints.txt tools/install.sh
+	@sh tools/install.sh
+	@touch $@

@@ -1,0 +1,1 @@
+"""The roof: command line, local launcher, control jobs, experiments and reports."""

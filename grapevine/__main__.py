@@ -1,0 +1,5 @@
+"""`python -m grapevine`."""
+
+from grapevine.cli import main
+
+main()

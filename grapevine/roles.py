@@ -1,0 +1,59 @@
+"""Puts a role together: settings in, a worker in its loop out. The only place that knows every constructor."""
+
+from __future__ import annotations
+
+from common.directory import Directory
+from common.identity import Identity
+from common.ledger import Ledger
+from common.run import open_run
+from common.settings import Settings
+from common.worker import Loop, Worker
+from generators.engines.base import Engine
+from generators.generator import Generator
+from learners.learner import Learner
+from verifiers.verifier import Scorer, Verifier
+
+
+def make_engine(settings: Settings) -> Engine:
+    """The engine that the settings ask for."""
+    from generators.engines.transformers import TransformersEngine
+
+    return TransformersEngine(settings.generators.device, settings.generators.dtype)
+
+
+def make_generator(name: str, settings: Settings, ledger: Ledger, directory: Directory, engine: Engine) -> Generator:
+    """A generator with a fresh key."""
+    identity = Identity.fresh("generator", name, settings.site)
+    return Generator(name, settings, ledger, directory, identity, engine, settings.run_folder / "cache" / name)
+
+
+def make_verifier(name: str, settings: Settings, ledger: Ledger, directory: Directory) -> Verifier:
+    """A verifier with a fresh key and a sandbox of its own."""
+    from verifiers.child import Limits
+    from verifiers.sandbox import Sandbox
+
+    limits = settings.verifiers
+    scorer: Scorer = Sandbox(Limits(answer=limits.answer_seconds, memory=limits.memory_megabytes * 2**20))
+    return Verifier(name, settings, ledger, directory, Identity.fresh("verifier", name, settings.site), scorer)
+
+
+def make_learner(node: str, settings: Settings, ledger: Ledger, directory: Directory) -> Learner:
+    """A learner with its node's key and its model."""
+    from learners.update import PolicyTrainer
+
+    identity = Identity.kept("node", node, settings.site, settings.run_folder / "nodes" / node / "key")
+    model = settings.for_node(node).model
+    return Learner(node, settings, ledger, directory, identity, PolicyTrainer(model, settings.for_node(node)), model)
+
+
+def make_loop(role: str, name: str, settings: Settings) -> Loop:
+    """The loop of one worker process."""
+    ledger, directory = open_run(settings)
+    worker: Worker
+    if role == "generator":
+        worker = make_generator(name, settings, ledger, directory, make_engine(settings))
+    elif role == "verifier":
+        worker = make_verifier(name, settings, ledger, directory)
+    else:
+        worker = make_learner(name, settings, ledger, directory)
+    return Loop(worker, lambda: open_run(settings))
