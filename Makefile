@@ -17,7 +17,7 @@ setup: $(STAMP) ## make .venv and install grapevine with everything it needs
 	@echo "grapevine is ready in .venv; next: make demo"
 
 demo: $(STAMP) ## train a small swarm on this machine, then print its report
-	@$(BIN)/grapevine up configs/demo.yaml
+	@$(BIN)/grapevine up configs/demo.yaml --fresh
 	@$(BIN)/grapevine report demo
 
 test: lint ## lint, then the whole test suite

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from common.settings import Settings
 
-LINE_SECONDS = 2.0
+LINE_SECONDS = 4.0
 BARS = "▁▂▃▄▅▆▇█"
 SMOOTH = 10
 
@@ -35,7 +35,7 @@ class Progress:
         self._first_round: int | None = None
 
     def show(self, restarts: int) -> None:
-        """Print a line when all nodes are a round further, at most one every two seconds."""
+        """Print a line when all nodes are a round further, at most one every four seconds."""
         if time.monotonic() - self._shown_at < LINE_SECONDS:
             return
         for node in self._nodes:

@@ -71,7 +71,7 @@ class Checkpoints:
         tensors.save(aside)
         checksums = {path.name: sha256(path) for path in sorted(aside.iterdir())}
         state = msgspec.structs.replace(state, checksums=checksums)
-        (aside / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+        (aside / STATE_FILE).write_bytes(_state_bytes(state))
         for path in aside.iterdir():
             _sync(path)
         _sync(aside)
@@ -80,6 +80,15 @@ class Checkpoints:
         for old in self._all()[:-KEPT]:
             shutil.rmtree(old)
         return final
+
+    def amend(self, state: LearnerState) -> None:
+        """Renew the state of the checkpoint last saved; its tensors stay."""
+        path = self._all()[-1] / STATE_FILE
+        kept = msgspec.json.decode(path.read_bytes(), type=LearnerState)
+        aside = path.with_suffix(".new")
+        aside.write_bytes(_state_bytes(msgspec.structs.replace(state, checksums=kept.checksums)))
+        _sync(aside)
+        os.replace(aside, path)
 
     def newest(self) -> tuple[LearnerState, Path] | None:
         """The newest checkpoint that is whole, None when there is none."""
@@ -107,6 +116,10 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if path.is_dir() and path.suffix != ".part")
+
+
+def _state_bytes(state: LearnerState) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(state))
 
 
 def _sync(path: Path) -> None:

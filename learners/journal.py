@@ -27,6 +27,7 @@ class Journal:
                 aside = folder / f"{name}.new"
                 aside.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
                 os.replace(aside, folder / name)
+        self.evaluated: set[int] = {line["round"] for line in read(folder / "heldout.jsonl")}
 
     def round(self, record: dict[str, Any]) -> None:
         """One round's figures."""
@@ -37,7 +38,8 @@ class Journal:
         self._append("timing.jsonl", record)
 
     def heldout(self, record: dict[str, Any]) -> None:
-        """One evaluation's result."""
+        """One evaluation's result; `evaluated` holds the rounds that have one."""
+        self.evaluated.add(record["round"])
         self._append("heldout.jsonl", record)
 
     def _append(self, name: str, record: dict[str, Any]) -> None:

@@ -102,8 +102,6 @@ class Learner:
             ledger.redis, ledger.keys, ledger.clock, node, self._node.mix.tags, max_age, self._state.seen
         )
         self._evaluations = [self._evaluation(pending) for pending in self._state.evaluations]
-        if self._state.round == 0 and not self._evaluations and self._evaluation_due(0):
-            self._begin_evaluation(0)
 
     # --- the worker's side ---
 
@@ -115,6 +113,8 @@ class Learner:
         self._directory.add_target(self.name, self._model)
         for evaluation in self._evaluations:
             evaluation.rejoin()
+        # Round 0 begins here; so does an evaluation that a crash or a lost connection kept from beginning.
+        self._begin_evaluation_if_due()
 
     def step(self) -> bool:
         """Collect what arrived; run a round when it is complete. False when all rounds and evaluations are done."""
@@ -135,7 +135,9 @@ class Learner:
 
     def drain(self) -> None:
         """Make what was trained since the last checkpoint durable."""
-        if self._state.round % self._node.checkpoint_every:
+        if self._durable(self._state.round):
+            self._checkpoints.amend(self._state)
+        else:
             self._checkpoints.save(self._state, self._trainer)
 
     def facts(self) -> dict[str, Any]:
@@ -257,13 +259,15 @@ class Learner:
         self._state = msgspec.structs.replace(self._state, round=round, version=self._version, seen=self._swarm.seen)
         room = self._account.room(self._limit(), leaving=len(own) + len(stale))
         self._state = msgspec.structs.replace(self._state, account=settled.extended(settled.next + room))
-        durable = round % self._node.checkpoint_every == 0 or round == self._node.rounds
+        durable = self._durable(round)
         if self._evaluation_due(round):
             self._store.pinned.add(self._version)
         self._policy = self._publish(durable)
         self._account.settle(round, self._state.account, self._announcement(), durable)
-        if self._evaluation_due(round):
-            self._begin_evaluation(round).rejoin()
+        self._begin_evaluation_if_due()
+
+    def _durable(self, round: int) -> bool:
+        return round % self._node.checkpoint_every == 0 or round == self._node.rounds
 
     def _publish(self, durable: bool) -> Policy:
         """Write the weights once: as a checkpoint when it is to be durable, and as the policy's file."""
@@ -297,12 +301,16 @@ class Learner:
         wanted = round in (0, self._node.rounds) or (every and round % every == 0)
         return bool(wanted and self._node.evaluate.questions and self._node.learner == "train")
 
-    def _begin_evaluation(self, round: int) -> Evaluation:
+    def _begin_evaluation_if_due(self) -> None:
+        round = self._state.round
+        begun = round in self._journal.evaluated or any(one.round == round for one in self._state.evaluations)
+        if begun or not self._evaluation_due(round):
+            return
         self._store.pinned.add(self._version)
         pending = PendingEvaluation(round, self._policy)
         self._state = msgspec.structs.replace(self._state, evaluations=(*self._state.evaluations, pending))
         self._evaluations.append(self._evaluation(pending))
-        return self._evaluations[-1]
+        self._evaluations[-1].rejoin()
 
     def _evaluation(self, pending: PendingEvaluation) -> Evaluation:
         return Evaluation(

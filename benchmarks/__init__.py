@@ -1,0 +1,1 @@
+"""Where every claim about speed comes from."""
