@@ -157,7 +157,8 @@ class Ledger:
 
     def take_orders(self, target: str, me: str, count: int, wait_ms: int, backlog: bool = False) -> list[Entry]:
         """Orders for a target: new ones, or with `backlog` those this consumer took earlier."""
-        return self._read("generators", me, [self.keys.orders(target)], count, wait_ms, backlog)
+        # An evaluation's stream may be gone by now; reading it must not bring it back.
+        return self._read("generators", me, [self.keys.orders(target)], count, wait_ms, backlog, make=False)
 
     def still_open(self, target: str, ids: Sequence[str]) -> list[bool]:
         """Which orders still want an answer."""
@@ -255,7 +256,9 @@ class Ledger:
                 if not _no_group(error):
                     raise
 
-    def _read(self, group: str, me: str, streams: list[str], count: int, wait_ms: int, backlog: bool) -> list[Entry]:
+    def _read(
+        self, group: str, me: str, streams: list[str], count: int, wait_ms: int, backlog: bool, make: bool = True
+    ) -> list[Entry]:
         where = dict.fromkeys(streams, "0" if backlog else ">")
         block = wait_ms if wait_ms > 0 and not backlog else None
         try:
@@ -264,7 +267,7 @@ class Ledger:
             if not _no_group(error):
                 raise
             for stream in streams:
-                self._make_group(stream, group)
+                self._make_group(stream, group, make)
             return []
         # An entry whose fields are gone was deleted while pending; acknowledging it is all that is left to do.
         entries = []
@@ -276,11 +279,11 @@ class Ledger:
                     entries.append(Entry(stream.decode(), id.decode(), fields.get(b"m", b"")))
         return entries
 
-    def _make_group(self, stream: str, group: str) -> None:
+    def _make_group(self, stream: str, group: str, make_stream: bool) -> None:
         try:
-            self.redis.xgroup_create(stream, group, id="0", mkstream=True)
+            self.redis.xgroup_create(stream, group, id="0", mkstream=make_stream)
         except redis.ResponseError as error:
-            if "BUSYGROUP" not in str(error):
+            if "BUSYGROUP" not in str(error) and "requires the key to exist" not in str(error):
                 raise
 
 

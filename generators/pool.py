@@ -47,9 +47,8 @@ class Pool:
 
     def _best(self) -> str | None:
         self.models = self._directory.targets()
-        if self._fixed is not None:
-            return self._fixed if self._fixed in self.models else None
-        waiting = self._directory.waiting_orders(list(self.models))
+        served = [target for target in self.models if self._fixed in (None, target)]
+        waiting = self._directory.waiting_orders(served)
         others = self._directory.assigned(besides=self._me)
         now = self._now()
         candidates = [

@@ -66,6 +66,10 @@ def worker(
     loaded = load(settings, set_)
     if role == "learner" and name not in loaded.node_names():
         raise SettingsError(f"node {name} is not in the settings; nodes are {', '.join(loaded.node_names())}")
+    if role == "learner":
+        from grapevine.local import with_models
+
+        loaded = with_models(loaded)
     loop = make_loop(role, name, loaded)
     if port:
         serve_health(loop, port)

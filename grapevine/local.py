@@ -13,7 +13,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console) -> int
         console.print(f"earlier run set aside as {aside}")
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder):
-        settings = with_models(settings, console)
+        settings = with_models(settings)
         server = None
         if settings.redis_url is None:
             server = EmbeddedServer(folder / "server")
@@ -60,15 +60,15 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console) -> int
                 code = _run_processes(settings, server, clock, console)
         finally:
             clock.write()
-            ledger, _ = open_run(settings)
-            _snapshot(settings, ledger)
+            with suppress(*TRANSIENT):
+                _snapshot(settings, open_run(settings)[0])
             if server is not None:
                 server.stop()
     show_summary(summary(folder), console)
     return code
 
 
-def with_models(settings: Settings, console: Console) -> Settings:
+def with_models(settings: Settings) -> Settings:
     """The settings with `starter` replaced by the folder of the starter model, which is made when it is not there."""
     if all(settings.for_node(name).model != "starter" for name in settings.node_names()):
         return settings

@@ -55,9 +55,10 @@ class Supervisor:
         self._environment = {
             **os.environ,
             "REDIS_URL": redis_url,
-            "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        # Several workers share the cores: more threads each would make them fight.
+        self._environment.setdefault("OMP_NUM_THREADS", "1")
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         names = [("learner", node) for node in settings.node_names()]
         names += [("generator", f"generator-{i}") for i in range(settings.generators.replicas)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from common import metrics
 from common.identity import KeyLookup, unseal
 from common.ledger import Entry, Ledger
 from common.messages import NewerSchema, Refused, ScoredGroup, SwarmGroup
@@ -48,6 +49,7 @@ def draw_swarm(
         except NewerSchema:
             continue
         except Refused as refusal:
+            metrics.messages_refused.labels("swarm", refusal.reason).inc()
             ledger.note_refusal(_shard_of(entry, ledger), entry, "swarm", refusal.reason, refusal.detail, me)
     return groups
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from common import metrics
 from common.identity import Identity, KeyLookup, unseal
 from common.ledger import Entry, Ledger
 from common.messages import NewerSchema, Order, Refused, ScoredGroup
@@ -110,7 +111,6 @@ class Account:
         self.state = state
         self.durable = state
         self.waiting: dict[int, Arrived] = {}
-        self.refused: dict[str, int] = {}
 
     # --- ordering ---
 
@@ -232,8 +232,8 @@ class Account:
                 self._ledger.keep([(entry.stream, entry.id)], "learner", self._target, fresh=True)
                 continue
             except Refused as refusal:
-                if self._ledger.refuse(self._shard, "learner", entry, "own", refusal.reason, refusal.detail, self._target):
-                    self.refused[refusal.reason] = self.refused.get(refusal.reason, 0) + 1
+                metrics.messages_refused.labels("own", refusal.reason).inc()
+                self._ledger.refuse(self._shard, "learner", entry, "own", refusal.reason, refusal.detail, self._target)
                 continue
             if self.state.is_settled(number) or number in self.waiting:
                 held = self.waiting.get(number)

