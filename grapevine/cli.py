@@ -103,26 +103,17 @@ def report(
 
 def main() -> NoReturn:
     """Entry point of the `grapevine` command."""
+    from grapevine.supervisor import GaveUp
+
     try:
-        code = app(standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        app()
     except (SettingsError, TaskRefused, ServerRefused, NameTaken, Fenced) as error:
         print(f"grapevine: {error}", file=sys.stderr)
         sys.exit(2)
-    except typer.Abort:
-        sys.exit(130)
-    except Exception as error:
-        import click
-
-        if isinstance(error, click.exceptions.Exit):
-            sys.exit(error.exit_code)
-        if isinstance(error, click.ClickException):
-            error.show()
-            sys.exit(error.exit_code)
-        from grapevine.supervisor import GaveUp
-
-        if isinstance(error, GaveUp):
-            print(f"grapevine: {error}", file=sys.stderr)
-            sys.exit(1)
+    except GaveUp as error:
+        print(f"grapevine: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Exception:
         traceback.print_exc()
         sys.exit(BUG_EXIT_CODE)
+    sys.exit(0)

@@ -103,9 +103,12 @@ def _run_processes(settings: Settings, server: EmbeddedServer | None, clock: _St
     settings_file.write_text(json.dumps(tree, indent=1))
     supervisor = Supervisor(settings, settings_file, settings.redis_url or "")
     progress = Progress(settings, console)
+    nodes, generators, verifiers = len(settings.node_names()), settings.generators.replicas, settings.verifiers.replicas
     console.print(
-        f"run [bold]{settings.run}[/bold]: {len(settings.node_names())} nodes, {settings.generators.replicas} generators, "
-        f"{settings.verifiers.replicas} verifiers, files in {settings.run_folder}, logs in {settings.run_folder / 'logs'}"
+        f"run [bold]{settings.run}[/bold]: {nodes} nodes, {generators} generators, {verifiers} verifiers; "
+        f"files and logs in {settings.run_folder}\nloading models; the first rounds follow ...",
+        highlight=False,
+        soft_wrap=True,
     )
     ledger: Ledger | None = None
     snapshot_due = 0.0

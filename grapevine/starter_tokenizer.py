@@ -1,8 +1,8 @@
 """The starter model's tokenizer: byte-level, one token per digit, and one token per fixed sentence of its tasks.
 
-Guarantees: any text can be encoded and comes back unchanged; the constant parts of prompts and answers (whatever stands
-between the digits) are single tokens, so that a question costs 15 to 25 tokens on a CPU; the same exchanges give the
-same tokenizer; the saved folder is an ordinary one with a ChatML-style template.
+Guarantees: any text in Unicode's composed form can be encoded and comes back unchanged; the constant parts of prompts
+and answers (whatever stands between the digits) are single tokens, so that a prompt of the starter tasks takes 12 to 25
+tokens; the same exchanges give the same tokenizer; the saved folder is an ordinary one with a ChatML-style template.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken, pre_tokenizers
+from transformers import Qwen2Tokenizer
 
 from common.chat import SYSTEM_PROMPT
 
-START, END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
+START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 OPEN, CLOSE = "<answer>", "</answer>"
 
 CHAT_TEMPLATE = (
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 _SEPARATORS = (" ", "\n")
 
 
-def build_tokenizer(exchanges: Sequence[tuple[str, str]], rarest: float = 0.01) -> PreTrainedTokenizerFast:
+def build_tokenizer(exchanges: Sequence[tuple[str, str]], rarest: float = 0.01) -> Qwen2Tokenizer:
     """Build the tokenizer for tasks that look like these (question, answer) pairs.
 
     Args:
@@ -39,22 +39,20 @@ def build_tokenizer(exchanges: Sequence[tuple[str, str]], rarest: float = 0.01) 
     counts = Counter(piece for question, answer in exchanges for piece in _pieces(question, answer))
     folded = sorted(piece for piece, n in counts.items() if n >= rarest * len(exchanges) and len(piece) > 1)
 
+    # Qwen2's own class, since transformers reads any folder of a Qwen2 model with it, whatever the folder says.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    spaced = [(_bytes(space), digit) for space in _SEPARATORS for digit in "0123456789"]
-    vocabulary = alphabet + [space + digit for space, digit in spaced]
-    core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=spaced))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (START, END, PAD)])
-    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in (OPEN, CLOSE, *folded)])
-
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
+    tokenizer = Qwen2Tokenizer(
+        vocab={character: i for i, character in enumerate(alphabet)},
+        merges=[],
         eos_token=END,
         pad_token=PAD,
-        clean_up_tokenization_spaces=False,
+        unk_token=PAD,
+        extra_special_tokens=[START],
         padding_side="left",
+        clean_up_tokenization_spaces=False,
     )
+    spaced = [space + digit for space in _SEPARATORS for digit in "0123456789"]
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in (OPEN, CLOSE, *spaced, *folded)])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -65,8 +63,3 @@ def _pieces(question: str, answer: str) -> set[str]:
     for text in (f"user\n{question}", answer):
         pieces.update(piece for piece in re.split(r"\d+", text) if piece)
     return pieces
-
-
-def _bytes(text: str) -> str:
-    """The visible stand-ins that byte-level tokenizers use for these bytes."""
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)[0][0]

@@ -28,7 +28,7 @@ from learners.objectives import grpo, truncated_importance
 log = structlog.get_logger()
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.99)
 
 
 @dataclass(frozen=True)
