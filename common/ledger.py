@@ -28,6 +28,8 @@ QUARANTINE_KEPT = 200
 QUARANTINE_HEAD = 2048
 DELIVERIES_ALLOWED = 5
 CONSUMER_RETIRED_MS = 3_600_000
+# A rolling upgrade is over by then; what no worker can read any more must not stay for ever.
+NEWER_KEPT_MS = 24 * 3_600_000
 
 
 class Fenced(Exception):
@@ -209,6 +211,14 @@ class Ledger:
         """Quarantine an entry: counted once as refused:<stream>:<reason>, a sample kept."""
         sample = quarantine_sample(stream, reason, detail, by, entry.data)
         return self.finish(shard, group, entry, f"refused:{stream}:{reason}", sample)
+
+    def leave(self, shard: int, group: str, entry: Entry, stream: str, by: str) -> None:
+        """Leave a newer release's message to a newer worker; after a day nobody came for it, and it is refused."""
+        written = int(entry.id.partition("-")[0])
+        if self.clock.unit == "ms" and self.clock.now() - written > NEWER_KEPT_MS:
+            self.refuse(shard, group, entry, stream, "newer_schema", "no worker that could read it came within a day", by)
+        else:
+            self.keep([(entry.stream, entry.id)], group, by, fresh=True)
 
     def finish(self, shard: int, group: str, entry: Entry, count: str, sample: bytes = b"") -> bool:
         """Acknowledge and delete an entry, counting it. False when somebody else finished it."""

@@ -33,14 +33,16 @@ class SwarmReader:
         tags: Sequence[str],
         max_age: int,
         seen: dict[str, int] | None = None,
+        depth: int = 256,
     ) -> None:
-        """`max_age` in the clock's unit (milliseconds, or rounds in lockstep)."""
+        """`max_age` in the clock's unit (milliseconds, or rounds in lockstep); no stream is read deeper than `depth`."""
         self._redis: Any = client
         self._keys = keys
         self._clock = clock
         self._me = me
         self._tags = tuple(tags)
         self._max_age = max_age
+        self._depth = depth
         self.seen: dict[str, int] = dict(seen or {})
         self._authors: list[tuple[str, str]] = []
         self._asked = -AUTHORS_FRESH_MS
@@ -60,6 +62,13 @@ class SwarmReader:
                 return entry
             places.remove((author, tag))
         return None
+
+    def is_new(self, group: str, entry: Entry) -> bool:
+        """Whether this group was never drawn, under whatever entry; marks it. Entries can be copied, groups are signed."""
+        if group in self.seen:
+            return False
+        self.seen[group] = _time_of(entry.id)
+        return True
 
     def _forget(self, now: int) -> None:
         # An entry past the maximum age is never read again, so its mark is not needed.
@@ -84,7 +93,7 @@ class SwarmReader:
         oldest = now - self._max_age
         # In lockstep only earlier rounds may be read: round r writes ids r+1-*, so everything up to r is older.
         last = f"({now + 1}-0" if self._clock.unit == "round" else "+"
-        while True:
+        for _ in range(-(-self._depth // LOOK_BACK)):
             rows = self._redis.xrevrange(stream, max=last, min=max(0, oldest), count=LOOK_BACK)
             for id, fields in rows:
                 if f"{stream} {id.decode()}" not in self.seen:
@@ -92,6 +101,7 @@ class SwarmReader:
             if len(rows) < LOOK_BACK:
                 return None
             last = f"({rows[-1][0].decode()}"
+        return None
 
 
 def _time_of(id: str) -> int:

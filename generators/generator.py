@@ -109,9 +109,8 @@ class Generator:
                 if node.name != order.node or order.target != target:
                     raise Refused("wrong_node", f"an order of {order.node} for {order.target}, signed by {node.name}")
                 readable.append((entry, order, entry.data))
-            except NewerSchema as newer:
-                log.info("left for a newer generator", entry=entry.id, detail=str(newer))
-                self._ledger.keep([(entry.stream, entry.id)], "generators", self.name, fresh=True)
+            except NewerSchema:
+                self._ledger.leave(shard, "generators", entry, "orders", self.name)
             except Refused as refusal:
                 self._refuse(shard, entry, refusal)
         wanted = self._ledger.still_open(target, [order.id for _, order, _ in readable])
@@ -140,7 +139,7 @@ class Generator:
 
     def _refuse(self, shard: int, entry: Entry, refusal: Refused) -> None:
         metrics.messages_refused.labels("orders", refusal.reason).inc()
-        log.warning("order refused", entry=entry.id, reason=refusal.reason, detail=refusal.detail)
+        log.debug("order refused", entry=entry.id, reason=refusal.reason, detail=refusal.detail)
         self._ledger.refuse(shard, "generators", entry, "orders", refusal.reason, refusal.detail, self.name)
 
     # --- answering ---

@@ -99,7 +99,14 @@ class Learner:
         )
         max_age = self._in_clock_units(settings.swarm.max_age)
         self._swarm = SwarmReader(
-            ledger.redis, ledger.keys, ledger.clock, node, self._node.mix.tags, max_age, self._state.seen
+            ledger.redis,
+            ledger.keys,
+            ledger.clock,
+            node,
+            self._node.mix.tags,
+            max_age,
+            self._state.seen,
+            settings.swarm.quota,
         )
         self._evaluations = [self._evaluation(pending) for pending in self._state.evaluations]
 

@@ -19,6 +19,9 @@ from common.shared_streams import SwarmReader
 from common.tasks import is_held_out
 from learners.advantages import group_advantages, rewards
 
+# A round is never held up by a swarm full of rubbish; what is left is refused in the rounds that follow.
+REFUSED_PER_ROUND = 200
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -40,15 +43,20 @@ def draw_swarm(
 ) -> list[SwarmGroup]:
     """Up to `count` groups; fewer when the swarm holds no more that we have not seen."""
     groups: list[SwarmGroup] = []
-    while len(groups) < count:
+    refused = 0
+    while len(groups) < count and refused < REFUSED_PER_ROUND:
         entry = reader.draw(random)
         if entry is None:
             break
         try:
-            groups.append(_open(entry, lookup))
+            group = _open(entry, lookup)
+            if not reader.is_new(group.order_id, entry):
+                raise Refused("replayed", f"group {group.order_id} was drawn before from another entry")
+            groups.append(group)
         except NewerSchema:
             continue
         except Refused as refusal:
+            refused += 1
             metrics.messages_refused.labels("swarm", refusal.reason).inc()
             ledger.note_refusal(_shard_of(entry, ledger), entry, "swarm", refusal.reason, refusal.detail, me)
     return groups

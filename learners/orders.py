@@ -229,7 +229,7 @@ class Account:
                 if number is None or number >= self.state.next:
                     raise Refused("unknown_order", f"{group.order_id} was never ordered here")
             except NewerSchema:
-                self._ledger.keep([(entry.stream, entry.id)], "learner", self._target, fresh=True)
+                self._ledger.leave(self._shard, "learner", entry, "own", self._target)
                 continue
             except Refused as refusal:
                 metrics.messages_refused.labels("own", refusal.reason).inc()

@@ -97,12 +97,11 @@ class Verifier:
         for entry in entries:
             try:
                 self._verify(entry)
-            except NewerSchema as newer:
-                log.info("left for a newer verifier", entry=entry.id, detail=str(newer))
-                self._ledger.keep([(entry.stream, entry.id)], "verifiers", self.name, fresh=True)
+            except NewerSchema:
+                self._ledger.leave(shard, "verifiers", entry, "raw", self.name)
             except Refused as refusal:
                 metrics.messages_refused.labels("raw", refusal.reason).inc()
-                log.warning("group refused", entry=entry.id, reason=refusal.reason, detail=refusal.detail)
+                log.debug("group refused", entry=entry.id, reason=refusal.reason, detail=refusal.detail)
                 self._ledger.refuse(shard, "verifiers", entry, "raw", refusal.reason, refusal.detail, self.name)
         self._hand = []
 
