@@ -52,15 +52,16 @@ class SwarmReader:
         now = self._clock.now()
         self._forget(now)
         places = [place for place in self._places(now) if place[0] not in excluded]
-        while places:
-            author = random.choice(sorted({author for author, _ in places}))
+        authors = sorted({author for author, _ in places})
+        while authors:
+            author = authors.pop(random.randrange(len(authors)))
+            # All tags of this author before another one's turn: else who has used-up tags would be drawn less often.
             tags = [tag for name, tag in places if name == author]
-            tag = random.choice(tags)
-            entry = self._newest_unseen(author, tag, now)
-            if entry is not None:
-                self.seen[f"{entry.stream} {entry.id}"] = _time_of(entry.id)
-                return entry
-            places.remove((author, tag))
+            while tags:
+                entry = self._newest_unseen(author, tags.pop(random.randrange(len(tags))), now)
+                if entry is not None:
+                    self.seen[f"{entry.stream} {entry.id}"] = _time_of(entry.id)
+                    return entry
         return None
 
     def is_new(self, group: str, entry: Entry) -> bool:

@@ -74,9 +74,10 @@ class Generator:
             time.sleep(self._wait_ms / 1000)
             return True
         self._take_over(target)
-        self._take(target)
+        found = self._take(target)
         if not self._hand:
-            self.pool.ran_dry(target)
+            if not found:
+                self.pool.ran_dry(target)
             return True
         if self._ready(target):
             self._answer(target)
@@ -90,7 +91,8 @@ class Generator:
 
     # --- taking orders ---
 
-    def _take(self, target: str) -> None:
+    def _take(self, target: str) -> int:
+        """Fill the hand with orders that still want an answer; returns how many entries were read."""
         room = self._settings.generators.batch_orders - len(self._hand)
         entries: list[Entry] = []
         held = {entry.id for entry, _, _ in self._hand}
@@ -121,6 +123,7 @@ class Generator:
             else:
                 metrics.orders_skipped.inc()
                 self._ledger.finish(shard, "generators", entry, "skipped")
+        return len(entries)
 
     @property
     def _wait_ms(self) -> int:
@@ -185,7 +188,7 @@ class Generator:
             requests.append(Request(item.text, order.completions, order.sampling, seed))
         self._hand = batch
         for (entry, _, data), completions in zip(batch, self._engine.generate(requests), strict=True):
-            group = RawGroup(order=data, completions=completions, model=self.pool.models.get(target, ""))
+            group = RawGroup(order=data, completions=completions, model=self._model or "")
             self._ledger.answer(target, entry.id, self._identity.seal(group))
             self._tokens += sum(c.tokens for c in completions)
             self._groups += 1

@@ -143,24 +143,29 @@ class Account:
         Raises Fenced when another learner took over.
         """
         # `open` is read first: an order only ever moves from `open` to the own stream, so none is missed in between.
-        known = {number for id in self._ledger.open_ids(self._target) if (number := self._number(id)) is not None}
-        done: list[str] = []
+        found_open = {number for id in self._ledger.open_ids(self._target) if (number := self._number(id)) is not None}
+        entries = self._ledger.own_entries(self._target)
+        # Orders placed since the checkpoint are taken over, as far as the books know of them: a forged number is not.
+        self.state = self.state.extended(self._ledger.books(self._target).ordered)
         self.waiting, self._unacknowledged, self._backlog_unread, self._missed = {}, [], True, set()
+        done: list[str] = []
         seen: set[int] = set()
-        for entry in self._ledger.own_entries(self._target):
+        for entry in entries:
             number = self._number_of(entry)
-            if number is None:
+            if number is None or number >= self.state.next:
                 continue
             if self.durable.is_settled(number) or number in seen:
                 done.append(entry.id)
             elif self.state.is_settled(number):
                 self._unacknowledged.append(entry.id)
             seen.add(number)
-        self.state = self.state.extended(max(known | seen, default=-1) + 1)
-        missing = [number for number in self.state.outstanding() if number not in known and number not in seen]
+        known = seen | found_open
+        missing = [number for number in self.state.outstanding() if number not in known]
+        drops = [
+            f"{self._target}/{number}" for number in found_open if number >= self.state.next or self.state.is_settled(number)
+        ]
         fresh = range(self.state.next, self.state.next + self.room(self._limit()))
         self.state = self.state.extended(fresh.stop)
-        drops = [f"{self._target}/{number}" for number in known if self.state.is_settled(number)]
         orders = [self._sealed(number) for number in [*missing, *fresh]]
         self._ledger.settle(
             self._target,
