@@ -24,6 +24,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from common import metrics
 from common.directory import HEARTBEAT_SECONDS, Directory
 from common.ledger import Ledger
+from common.server import ServerChanged
 
 TRANSIENT = (
     redis.ConnectionError,
@@ -91,6 +92,10 @@ class Loop:
                     break
                 self.last_step = time.monotonic()
                 pause = 0.05
+            except ServerChanged:
+                # It is back already: join at once.
+                self.joined, pause = False, 0.05
+                metrics.reconnects.inc()
             except TRANSIENT as error:
                 self.joined = False
                 metrics.reconnects.inc()
