@@ -44,9 +44,6 @@ class Pipeline:
         for identity in (self.node, self.generator, self.verifier):
             self.directory.register(identity)
         self.next = 0
-        for take in (self.ledger.take_orders("a", "g", 1, 0), self.ledger.take_raw(0, "v", 1, 0)):
-            assert not take
-        self.ledger.take_own("a", 0)
 
     def _order(self) -> Order:
         self.next += 1

@@ -139,7 +139,7 @@ class Ledger:
 
     def take_own(self, target: str, wait_ms: int, backlog: bool = False) -> list[Entry]:
         """New scored groups, or with `backlog` those delivered earlier and not acknowledged."""
-        return self._read("learner", target, [self.keys.own(target)], 1000, wait_ms, backlog)
+        return self._read("learner", target, self.keys.own(target), 1000, wait_ms, backlog)
 
     def books(self, target: str) -> Books:
         """The books at this instant."""
@@ -160,7 +160,7 @@ class Ledger:
     def take_orders(self, target: str, me: str, count: int, wait_ms: int, backlog: bool = False) -> list[Entry]:
         """Orders for a target: new ones, or with `backlog` those this consumer took earlier."""
         # An evaluation's stream may be gone by now; reading it must not bring it back.
-        return self._read("generators", me, [self.keys.orders(target)], count, wait_ms, backlog, make=False)
+        return self._read("generators", me, self.keys.orders(target), count, wait_ms, backlog, make=False)
 
     def still_open(self, target: str, ids: Sequence[str]) -> list[bool]:
         """Which orders still want an answer."""
@@ -175,7 +175,7 @@ class Ledger:
 
     def take_raw(self, shard: int, me: str, count: int, wait_ms: int, backlog: bool = False) -> list[Entry]:
         """Raw groups of one shard."""
-        return self._read("verifiers", me, [self.keys.raw(shard)], count, wait_ms, backlog)
+        return self._read("verifiers", me, self.keys.raw(shard), count, wait_ms, backlog)
 
     def publish(
         self,
@@ -218,7 +218,7 @@ class Ledger:
         if self.clock.unit == "ms" and self.clock.now() - written > NEWER_KEPT_MS:
             self.refuse(shard, group, entry, stream, "newer_schema", "no worker that could read it came within a day", by)
         else:
-            self.keep([(entry.stream, entry.id)], group, by, fresh=True)
+            self.keep([(entry.stream, entry.id)], group, by, deliveries=0)
 
     def finish(self, shard: int, group: str, entry: Entry, count: str, sample: bytes = b"") -> bool:
         """Acknowledge and delete an entry, counting it. False when somebody else finished it."""
@@ -241,11 +241,26 @@ class Ledger:
                 totals[field.decode()] = totals.get(field.decode(), 0) + int(value)
         return totals
 
-    def redeliver(self, shard: int, stream: str, group: str, label: str, me: str, quiet_ms: int, count: int) -> int:
-        """Take over what consumers gone quiet for `quiet_ms` hold; read it with `backlog=True`. Returns how many."""
+    def redeliver(
+        self,
+        shard: int,
+        stream: str,
+        group: str,
+        label: str,
+        me: str,
+        quiet_ms: int,
+        count: int,
+        allowed: int = DELIVERIES_ALLOWED,
+    ) -> int:
+        """Take over what consumers gone quiet for `quiet_ms` hold; read it with `backlog=True`. Returns how many.
+
+        Quarantines what was delivered `allowed` times, and what was left for a newer release for too long.
+        """
         names = [stream, self.keys.counts(shard), self.keys.quarantine(shard)]
-        field = f"refused:{label}:deliveries"
-        args: list[Any] = [group, me, quiet_ms, count, DELIVERIES_ALLOWED, field, QUARANTINE_KEPT, CONSUMER_RETIRED_MS]
+        oldest = max(0, self.clock.now() - NEWER_KEPT_MS) if self.clock.unit == "ms" else 0
+        args: list[Any] = [
+            group, me, quiet_ms, count, allowed, label, QUARANTINE_KEPT, QUARANTINE_HEAD, CONSUMER_RETIRED_MS, oldest,
+        ]  # fmt: skip
         try:
             return len(self._scripts["redeliver"](names, args))
         except redis.ResponseError as error:
@@ -253,48 +268,55 @@ class Ledger:
                 return 0
             raise
 
-    def keep(self, entries: Sequence[tuple[str, str]], group: str, me: str, fresh: bool = False) -> None:
+    def keep(self, entries: Sequence[tuple[str, str]], group: str, me: str, deliveries: int | None = None) -> None:
         """Say that (stream, id) entries are still being worked on, so that nobody takes them over.
 
-        With `fresh` their delivery count starts anew: they wait for a newer release, not for luck.
+        `deliveries` sets their count: 0 for what waits for a newer release, 1 for what was read and never tried.
         """
         for stream in {stream for stream, _ in entries}:
             ids = [id for name, id in entries if name == stream]
             try:
-                self.redis.xclaim(stream, group, me, 0, ids, justid=True, retrycount=0 if fresh else None)
+                self.redis.xclaim(stream, group, me, 0, ids, justid=True, retrycount=deliveries)
             except redis.ResponseError as error:
                 if not _no_group(error):
                     raise
 
     def _read(
-        self, group: str, me: str, streams: list[str], count: int, wait_ms: int, backlog: bool, make: bool = True
+        self, group: str, me: str, stream: str, count: int, wait_ms: int, backlog: bool, make: bool = True
     ) -> list[Entry]:
-        where = dict.fromkeys(streams, "0" if backlog else ">")
-        block = wait_ms if wait_ms > 0 and not backlog else None
-        try:
-            found = self.redis.xreadgroup(group, me, where, count=count, block=block)
-        except redis.ResponseError as error:
-            if not _no_group(error):
-                raise
-            for stream in streams:
-                self._make_group(stream, group, make)
-            return []
-        # An entry whose fields are gone was deleted while pending; acknowledging it is all that is left to do.
-        entries = []
-        for stream, rows in found or []:
+        after, block = (b"0", None) if backlog else (b">", wait_ms if wait_ms > 0 else None)
+        entries: list[Entry] = []
+        while True:
+            try:
+                found = self.redis.xreadgroup(group, me, {stream: after}, count=count, block=block)
+            except redis.ResponseError as error:
+                if not _no_group(error):
+                    raise
+                if not self._make_group(stream, group, make):
+                    return []
+                continue
+            rows = found[0][1] if found else []
             for id, fields in rows:
+                # An entry whose fields are gone was deleted while pending; acknowledging it is all that is left to do.
                 if fields is None:
                     self.redis.xack(stream, group, id)
                 else:
-                    entries.append(Entry(stream.decode(), id.decode(), fields.get(b"m", b"")))
-        return entries
+                    entries.append(Entry(stream, id.decode(), fields.get(b"m", b"")))
+            # A backlog is read to its end: what waits there for a newer release must not hide what lies behind it.
+            if not backlog or len(rows) < count:
+                return entries
+            after = rows[-1][0]
 
-    def _make_group(self, stream: str, group: str, make_stream: bool) -> None:
+    def _make_group(self, stream: str, group: str, make_stream: bool) -> bool:
+        """Make the group of readers where it is missing; False when there is no stream and none is to be made."""
         try:
             self.redis.xgroup_create(stream, group, id="0", mkstream=make_stream)
         except redis.ResponseError as error:
-            if "BUSYGROUP" not in str(error) and "requires the key to exist" not in str(error):
+            if "requires the key to exist" in str(error):
+                return False
+            if "BUSYGROUP" not in str(error):
                 raise
+        return True
 
 
 def quarantine_sample(stream: str, reason: str, detail: str, by: str, data: bytes) -> bytes:

@@ -8,6 +8,8 @@ worker; nothing is ever unpickled. Bytes on the wire are msgpack.
 from __future__ import annotations
 
 import math
+import sys
+from array import array
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -22,8 +24,9 @@ FinishReason = Literal["stop", "length"]
 Tag = Literal["failed", "hard", "mixed", "easy", "solved"]
 TAGS: tuple[Tag, ...] = get_args(Tag)
 
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?$")]
-OrderId = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9.-]{0,126}/[0-9]{1,15}$")]
+# `\Z` and not `$`, which lets a newline at the end pass; one spelling per number, since ids are compared as text.
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([a-z0-9.-]{0,62}[a-z0-9])?\Z")]
+OrderId = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9.-]{0,126}/(0|[1-9][0-9]{0,14})\Z")]
 M = TypeVar("M", bound=msgspec.Struct)
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
@@ -126,7 +129,7 @@ class ScoredGroup(_Message, frozen=True):
     node: Name
     purpose: Purpose
     question: Question
-    completions: list[Completion]
+    completions: Annotated[list[Completion], msgspec.Meta(min_length=1, max_length=1024)]
     components: list[Components]
     tag: Tag
     model: Annotated[str, msgspec.Meta(max_length=512)]
@@ -152,7 +155,7 @@ class SwarmGroup(_Message, frozen=True):
     author: Name
     question: Question
     question_text: Annotated[str, msgspec.Meta(min_length=1, max_length=32_768)]
-    completions: list[SharedCompletion]
+    completions: Annotated[list[SharedCompletion], msgspec.Meta(min_length=1, max_length=1024)]
     components: list[Components]
     tag: Tag
     model: Annotated[str, msgspec.Meta(max_length=512)]
@@ -225,8 +228,12 @@ def _fault(message: msgspec.Struct) -> str | None:
     if isinstance(message, Order):
         if message.id.rpartition("/")[0] != message.target:
             return "the order's id names another target"
-        if message.target != message.node and not message.target.startswith(f"eval-{message.node}-"):
+        # No further hyphen: `eval-a-b-1` is an evaluation of node `a-b`, not of node `a`.
+        evaluation = message.target.removeprefix(f"eval-{message.node}-")
+        if message.target != message.node and (evaluation == message.target or "-" in evaluation):
             return "the order's target does not belong to its node"
+        if (message.purpose == "train") != (message.target == message.node):
+            return "a node trains on its own target and evaluates on others"
     if isinstance(message, RawGroup | ScoredGroup):
         for completion in message.completions:
             fault = _completion_fault(completion)
@@ -244,8 +251,11 @@ def _completion_fault(completion: Completion) -> str | None:
         return "token ids, log-probabilities and the number of tokens disagree"
     if completion.tokens == 0:
         return "a completion holds at least one token"
-    if not math.isfinite(completion.logprob):
+    # One value that is no number would spoil the whole update; a sum is finite when all its float32 terms are.
+    if not math.isfinite(completion.logprob) or not math.isfinite(sum(_values("f", completion.logprobs))):
         return "a log-probability is not a finite number"
+    if min(_values("i", completion.token_ids)) < 0:
+        return "a token id is negative"
     edge = 0
     for span in completion.spans:
         if span.start != edge or span.end <= span.start:
@@ -254,14 +264,22 @@ def _completion_fault(completion: Completion) -> str | None:
     return None if edge == completion.tokens else "version spans do not cover the completion"
 
 
+def _values(kind: str, data: bytes) -> array[Any]:
+    values = array(kind, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
 def tag_of(accuracies: list[float]) -> Tag:
     """The reward tag of a group: `failed` or `solved` when all score 0 or all 1, else by the mean.
 
     A group whose accuracies are all alike but neither 0 nor 1 is tagged by its mean.
     """
-    mean = sum(accuracies) / len(accuracies)
-    if mean == 0.0:
+    # Not by the mean: one that is almost 1 rounds away in it.
+    if all(accuracy == 0.0 for accuracy in accuracies):
         return "failed"
-    if mean == 1.0:
+    if all(accuracy == 1.0 for accuracy in accuracies):
         return "solved"
+    mean = sum(accuracies) / len(accuracies)
     return "hard" if mean <= 1 / 3 else "mixed" if mean <= 2 / 3 else "easy"

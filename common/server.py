@@ -32,9 +32,13 @@ class _Watch:
         self.run_id: str | None = None
 
     def __call__(self, connection: Any) -> None:
-        connection.on_connect()
-        connection.send_command("INFO", "server")
-        info = connection.read_response()
+        try:
+            connection.on_connect()
+            connection.send_command("INFO", "server")
+            info = connection.read_response()
+        except redis.AuthenticationError as error:
+            # A ConnectionError to redis-py, but trying again would help nobody.
+            raise ServerRefused(f"the server wants another password than redis_url has: {error}") from None
         facts = dict(line.split(":", 1) for line in _text(info).splitlines() if ":" in line)
         known, self.run_id = self.run_id, facts.get("run_id", "").strip()
         version = facts.get("valkey_version") or facts.get("redis_version", "0")
@@ -55,12 +59,16 @@ def connect(url: str, socket_timeout: float = 30.0) -> redis.Redis:
 
     Each worker thread needs a client of its own: a ServerChanged must reach whoever has to act on it.
     Socket timeout in seconds; a server that hangs (stopped, partitioned) counts as away after it.
+    Raises ServerRefused when the address is none.
     """
-    return redis.Redis.from_url(
-        url,
-        protocol=2,
-        retry=Retry(NoBackoff(), 0),
-        socket_timeout=socket_timeout,
-        socket_connect_timeout=min(5.0, socket_timeout),
-        redis_connect_func=_Watch(),
-    )
+    try:
+        return redis.Redis.from_url(
+            url,
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=socket_timeout,
+            socket_connect_timeout=min(5.0, socket_timeout),
+            redis_connect_func=_Watch(),
+        )
+    except ValueError as error:
+        raise ServerRefused(f"redis_url cannot be used: {' '.join(str(error).split())}") from None

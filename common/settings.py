@@ -13,9 +13,11 @@ from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsError as UnreadableVariable
 
 from common.messages import TAGS, Tag
+from common.tasks import TaskRefused, resolve_tasks
 
 NamePattern = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,38}[a-z0-9])?$")]
 
@@ -25,7 +27,7 @@ class SettingsError(Exception):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class SamplingSettings(_Section):
@@ -137,9 +139,9 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         extra="forbid",
         frozen=True,
+        allow_inf_nan=False,
         env_prefix="GRAPEVINE_",
         env_nested_delimiter="__",
-        nested_model_default_partial_update=True,
     )
 
     run: NamePattern = "swarm"
@@ -165,8 +167,8 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Files and flags arrive merged as arguments; the environment fills in between (see `load`)."""
-        return (init_settings, env_settings)
+        """Files, environment and flags arrive merged as arguments (see `load`)."""
+        return (init_settings,)
 
     @field_validator("nodes")
     @classmethod
@@ -178,7 +180,10 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _nodes_resolve(self) -> Settings:
         for name in self.node_names():
-            self.for_node(name)
+            try:
+                self.for_node(name)
+            except ValidationError as error:
+                raise SettingsError(_sentence(error, ["nodes", name])) from None
         return self
 
     def node_names(self) -> list[str]:
@@ -209,25 +214,52 @@ def load(path: Path | None, flags: list[str] | None = None) -> Settings:
             raise SettingsError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
         if not isinstance(tree, dict):
             raise SettingsError(f"{path} must hold settings as `key: value`, not a {type(tree).__name__}")
+    # Only what the environment names: a model would bring the defaults of its other fields along.
     try:
-        environment = Settings().model_dump(exclude_unset=True)
-        tree = merged(tree, environment)
-        for flag in flags or []:
-            key, sign, value = flag.partition("=")
-            if not sign:
-                raise SettingsError(f"--set {flag}: write it as key=value, for example node.mix.swarm=0")
-            branch: dict[str, Any] = {}
-            branch = {key.split(".")[-1]: yaml.safe_load(value)}
-            for part in reversed(key.split(".")[:-1]):
-                branch = {part: branch}
-            tree = merged(tree, branch)
-        if "redis_url" not in tree and os.environ.get("REDIS_URL"):
-            tree["redis_url"] = os.environ["REDIS_URL"]
-        return Settings(**tree)
+        tree = merged(tree, EnvSettingsSource(Settings)())
+    except UnreadableVariable as error:
+        raise SettingsError(f"the environment's GRAPEVINE_ variables: {error}; lists are written as JSON") from None
+    if os.environ.get("REDIS_URL") and not os.environ.get("GRAPEVINE_REDIS_URL"):
+        tree["redis_url"] = os.environ["REDIS_URL"]
+    for flag in flags or []:
+        tree = merged(tree, _branch(flag))
+    odd = [key for key in tree if not isinstance(key, str)]
+    if odd:
+        raise SettingsError(f"unknown setting {odd[0]}; the names of settings are words")
+    try:
+        settings = Settings(**tree)
     except ValidationError as error:
         raise SettingsError(_sentence(error)) from None
+    _check_tasks(settings)
+    return settings
+
+
+def _check_tasks(settings: Settings) -> None:
+    """Resolve every node's tasks now: a misspelt one should not wait for a worker to trip over it."""
+    checked: list[str | list[Any]] = []
+    for name in settings.node_names():
+        wanted = settings.for_node(name).tasks
+        if wanted in checked:
+            continue
+        try:
+            resolve_tasks(wanted)
+        except TaskRefused as error:
+            raise SettingsError(f"{name}: {error}") from None
+        checked.append(wanted)
+
+
+def _branch(flag: str) -> dict[str, Any]:
+    """`a.b=1` as a tree."""
+    key, sign, value = flag.partition("=")
+    if not sign:
+        raise SettingsError(f"--set {flag}: write it as key=value, for example node.mix.swarm=0")
+    try:
+        branch: Any = yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise SettingsError(f"--set: {' '.join(str(error).split())}") from None
+        raise SettingsError(f"--set {flag}: {' '.join(str(error).split())}") from None
+    for part in reversed(key.split(".")):
+        branch = {part: branch}
+    return dict(branch)
 
 
 def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -241,23 +273,37 @@ def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _sentence(error: ValidationError) -> str:
-    """The first thing wrong, in one sentence."""
-    first = error.errors()[0]
-    where = [str(part) for part in first["loc"]]
+def _sentence(error: ValidationError, inside: list[str] | None = None) -> str:
+    """The first thing wrong, in one sentence. `inside`: where the validated part stands in the whole tree."""
+    errors = error.errors()
+    if errors[0]["loc"][:1] == ("nodes",) and errors[0]["loc"] != ("nodes",):
+        return _nodes_sentence(errors[0].get("input"), errors[-1])
+    first = errors[0]
+    path = [str(part) for part in first["loc"]]
+    where = [*(inside or []), *path]
     key = ".".join(where) or "settings"
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where[-1], _names(where[:-1]), n=1)
+        near = difflib.get_close_matches(path[-1], _names(path[:-1], NodeSettings if inside else Settings), n=1)
         hint = f"; did you mean {'.'.join([*where[:-1], near[0]])}?" if near else ""
         return f"unknown setting {key}{hint}"
-    return f"setting {key}: {first['msg'][0].lower()}{first['msg'][1:]} (got {first.get('input')!r})"
+    text = first["msg"].removeprefix("Value error, ")
+    return f"setting {key}: {text[0].lower()}{text[1:]} (got {first.get('input')!r})"
 
 
-def _names(path: list[str]) -> list[str]:
-    model: Any = Settings
+def _nodes_sentence(given: Any, last: Any) -> str:
+    """What is wrong with `nodes`, of which pydantic tells one story per type it could have had."""
+    if not isinstance(given, dict):
+        return f"setting nodes: a number of nodes, or a name with settings per node (got {given!r})"
+    if "[key]" in last["loc"]:
+        return f"setting nodes: {last.get('input')!r} cannot name a node; up to 40 of a-z, 0-9, '.' and '-'"
+    return f"setting nodes.{last['loc'][2]}: settings of this node as `key: value`, or nothing (got {last.get('input')!r})"
+
+
+def _names(path: list[str], top: type[BaseModel]) -> list[str]:
+    model: Any = top
     for part in path:
         field = model.model_fields.get(part)
         model = field.annotation if field is not None else None
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return list(NodeSettings.model_fields)
+            return []
     return list(model.model_fields)

@@ -91,9 +91,10 @@ class SwarmReader:
 
     def _newest_unseen(self, author: str, tag: str, now: int) -> Entry | None:
         stream = self._keys.swarm(author, tag)
-        oldest = now - self._max_age
+        lockstep = self._clock.unit == "round"
         # In lockstep only earlier rounds may be read: round r writes ids r+1-*, so everything up to r is older.
-        last = f"({now + 1}-0" if self._clock.unit == "round" else "+"
+        oldest = now - self._max_age + (1 if lockstep else 0)
+        last = f"({now + 1}-0" if lockstep else "+"
         for _ in range(-(-self._depth // LOOK_BACK)):
             rows = self._redis.xrevrange(stream, max=last, min=max(0, oldest), count=LOOK_BACK)
             for id, fields in rows:

@@ -12,7 +12,7 @@ import decimal
 import hashlib
 import random
 import unicodedata
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from reasoning_gym.code.contrib.bfit.Compiler import Optimizer
@@ -53,6 +53,10 @@ TRAIN_ATTEMPTS = 64
 HELD_OUT_ATTEMPTS = 4096
 
 
+# A number out of range, or none at all, in one group would spoil a learner's whole update.
+Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
 class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A ReasoningGYM dataset with the settings (JSON values) that differ from its defaults."""
 
@@ -80,12 +84,12 @@ class Item(msgspec.Struct, frozen=True):
     """The ReasoningGYM dataset that made the entry: some scorers need what it holds. Never sent anywhere."""
 
 
-class Components(msgspec.Struct, frozen=True):
+class Components(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a completion earned, each from 0 to 1; a learner weighs them by its own reward."""
 
-    accuracy: float
-    format: float
-    length: float
+    accuracy: Share
+    format: Share
+    length: Share
 
 
 PRESETS: dict[str, tuple[TaskSpec, ...]] = {

@@ -87,6 +87,8 @@ class Loop:
             try:
                 if not self.joined:
                     self._worker.rejoin()
+                    # However long the server was away, the first step after it has its full time.
+                    self.last_step = time.monotonic()
                     self.joined = True
                 if not self._worker.step():
                     break

@@ -83,6 +83,8 @@ class Generator:
             self._answer(target)
         else:
             # They stay pending with this consumer and are read again on the next visit; others are served meanwhile.
+            # Reading them again is no attempt, so it does not count as a delivery.
+            self._ledger.keep(self.in_hand()[1], "generators", self.name, deliveries=1)
             self._hand = []
             self._read.discard(target)
             self.pool.ran_dry(target)

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from common.ledger import Ledger
 from common.run import open_run
+from common.server import ServerRefused
 from common.settings import Settings, SettingsError
 from common.worker import TRANSIENT
 from grapevine.progress import Progress
@@ -37,7 +38,8 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console) -> int
     folder = settings.run_folder
     if fresh and folder.exists():
         aside = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(folder.stat().st_mtime))}")
-        folder.rename(aside)
+        with _only_one(folder):  # a run that is up must not lose its folder
+            folder.rename(aside)
         console.print(f"earlier run set aside as {aside}")
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder):
@@ -46,6 +48,8 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console) -> int
         if settings.redis_url is None:
             server = EmbeddedServer(folder / "server")
             server.start()
+        else:
+            _reach(settings)
         url = settings.redis_url or (server.url if server else "")
         settings = settings.model_copy(update={"redis_url": url})
         if fresh:
@@ -83,6 +87,14 @@ def with_models(settings: Settings) -> Settings:
         }
     node = settings.node.model_copy(update={"model": model} if settings.node.model == "starter" else {})
     return settings.model_copy(update={"node": node, "nodes": nodes})
+
+
+def _reach(settings: Settings) -> None:
+    """Raises ServerRefused when the server that the settings name does not answer now: later, workers wait for it."""
+    try:
+        open_run(settings)[0].redis.ping()
+    except TRANSIENT as error:
+        raise ServerRefused(f"the server that redis_url names does not answer: {error}") from None
 
 
 def forget(settings: Settings) -> None:

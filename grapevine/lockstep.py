@@ -1,17 +1,21 @@
 """A whole swarm in one process, round by round: the same workers, one seed, one metric file.
 
 Guarantees: streams are numbered by round, ages are counted in rounds, a learner sees only what the swarm shared in earlier
-rounds; each worker acts in a fixed order. Two runs with one seed write identical `rounds.jsonl` and `heldout.jsonl`.
+rounds; each worker acts in a fixed order. Two runs with one seed write identical `rounds.jsonl` and `heldout.jsonl`. A run
+that was interrupted goes on with the round after the last one the server knows.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 
 from common.clock import RoundClock
+from common.ledger import Ledger
+from common.messages import TAGS
 from common.run import open_run
 from common.settings import Settings
 from grapevine.progress import Progress
@@ -29,6 +33,7 @@ def run_lockstep(settings: Settings, console: Console) -> int:
         signal.signal(number, lambda received, _: stop.append(received))
     clock = RoundClock()
     ledger, directory = open_run(settings, clock)
+    clock.round = _last_round(ledger, directory.targets(), settings.node_names())
     engine = make_engine(settings)
     generator = make_generator("generator-0", settings, ledger, directory, engine)
     verifier = make_verifier("verifier-0", settings, ledger, directory)
@@ -44,7 +49,7 @@ def run_lockstep(settings: Settings, console: Console) -> int:
             answered = 0
             for target in directory.targets():
                 while directory.waiting_orders([target])[target]:
-                    generator.pool.current = target
+                    generator.pool.serve(target)
                     generator.step()
                     answered += 1
             for shard in range(ledger.keys.shards):
@@ -61,3 +66,12 @@ def run_lockstep(settings: Settings, console: Console) -> int:
         for worker in workers:
             worker.drain()
     return 130 if stop else 0
+
+
+def _last_round(ledger: Ledger, targets: Iterable[str], nodes: Iterable[str]) -> int:
+    """The round that the newest entry of any stream belongs to: streams take no ids below those they had."""
+    keys = ledger.keys
+    streams = [keys.raw(shard) for shard in range(keys.shards)] + [keys.own(target) for target in {*targets, *nodes}]
+    streams += [keys.swarm(node, tag) for node in nodes for tag in TAGS]
+    ids = [ledger.redis.xinfo_stream(stream)["last-generated-id"] for stream in streams if ledger.redis.exists(stream)]
+    return max((int(id.partition(b"-")[0]) - 1 for id in ids), default=0)

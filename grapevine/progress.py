@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from statistics import fmean
 from typing import Any
@@ -26,9 +27,10 @@ class Progress:
         self._files = {node: settings.run_folder / "nodes" / node / "rounds.jsonl" for node in self._nodes}
         self._heldout = {node: settings.run_folder / "nodes" / node / "heldout.jsonl" for node in self._nodes}
         self._offsets: dict[str, int] = {}
+        self._inodes: dict[str, int] = {}
         self._rewards: dict[str, list[float]] = {node: [] for node in self._nodes}
         self._latest: dict[str, dict[str, Any]] = {}
-        self._tokens = 0
+        self._tokens: dict[str, int] = {}
         self._started = time.monotonic()
         self._shown_at = float("-inf")
         self._shown = 0
@@ -60,7 +62,7 @@ class Progress:
         stale = fmean(line["staleness"] for line in self._latest.values())
         return (
             f"round {round:4d}/{self._rounds}  own reward {fmean(recent.values()):.3f} {sparkline(curve)}  "
-            f"nodes {each}  swarm {swarm:.0f}  staleness {stale:.1f}  {self._tokens / elapsed:6.0f} tok/s  "
+            f"nodes {each}  swarm {swarm:.0f}  staleness {stale:.1f}  {sum(self._tokens.values()) / elapsed:6.0f} tok/s  "
             f"{elapsed:4.0f} s" + (f"  restarts {restarts}" if restarts else "")
         )
 
@@ -68,19 +70,22 @@ class Progress:
         path = self._files[node]
         if not path.exists():
             return
-        if path.stat().st_size < self._offsets.get(node, 0):
-            # The learner came back from a checkpoint and dropped the rounds after it.
-            self._offsets[node], self._rewards[node] = 0, []
         with path.open("rb") as file:
-            file.seek(self._offsets.get(node, 0))
+            facts = os.fstat(file.fileno())
+            if facts.st_ino != self._inodes.get(node) or facts.st_size < self._offsets[node]:
+                # A learner that comes back from a checkpoint writes the file anew, without the rounds after it. Its size
+                # says nothing: it may have grown again since.
+                self._inodes[node] = facts.st_ino
+                self._offsets[node], self._rewards[node], self._tokens[node] = 0, [], 0
+            file.seek(self._offsets[node])
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[node] = self._offsets.get(node, 0) + len(whole)
+        self._offsets[node] += len(whole)
         for line in whole.splitlines():
             record = msgspec.json.decode(line)
             self._rewards[node].append(record["own_reward"])
             self._latest[node] = record
-            self._tokens += record["own_tokens"]
+            self._tokens[node] += record["own_tokens"]
 
 
 def sparkline(values: list[float], width: int = 16) -> str:

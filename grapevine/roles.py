@@ -6,7 +6,7 @@ from common.directory import Directory
 from common.identity import Identity
 from common.ledger import Ledger
 from common.run import open_run
-from common.settings import Settings
+from common.settings import Settings, SettingsError
 from common.worker import Loop, Worker
 from generators.engines.base import Engine
 from generators.generator import Generator
@@ -39,11 +39,18 @@ def make_verifier(name: str, settings: Settings, ledger: Ledger, directory: Dire
 
 def make_learner(node: str, settings: Settings, ledger: Ledger, directory: Directory) -> Learner:
     """A learner with its node's key and its model."""
+    from safetensors import SafetensorError
+
     from learners.update import PolicyTrainer
 
     identity = Identity.kept("node", node, settings.site, settings.run_folder / "nodes" / node / "key")
     model = settings.for_node(node).model
-    return Learner(node, settings, ledger, directory, identity, PolicyTrainer(model, settings.for_node(node)), model)
+    try:
+        trainer = PolicyTrainer(model, settings.for_node(node))
+    except (OSError, ValueError, SafetensorError) as error:  # the last: weights cut short by a broken download
+        reason = " ".join(str(error).split())
+        raise SettingsError(f"the model {model} of {node} cannot be loaded: {reason}") from error
+    return Learner(node, settings, ledger, directory, identity, trainer, model)
 
 
 def make_loop(role: str, name: str, settings: Settings) -> Loop:

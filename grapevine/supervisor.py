@@ -23,6 +23,7 @@ QUICK_SECONDS = 20.0
 QUICK_DEATHS_ALLOWED = 4
 GRACE_SECONDS = 30.0
 SETTINGS_EXIT_CODE = 2
+SETTING_VARIABLES = tuple(f"GRAPEVINE_{name.upper()}" for name in Settings.model_fields)
 
 
 class GaveUp(Exception):
@@ -52,8 +53,10 @@ class Supervisor:
         self._folder = settings.run_folder
         self._settings_file = settings_file
         # The address holds the password: it travels in the environment, never on a command line.
+        # The settings file holds what file, variables and flags came to; variables would overrule the flags in it.
+        kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(SETTING_VARIABLES)}
         self._environment = {
-            **os.environ,
+            **kept,
             "REDIS_URL": redis_url,
             "TOKENIZERS_PARALLELISM": "false",
         }
@@ -111,7 +114,11 @@ class Supervisor:
         child.quick_deaths = child.quick_deaths + 1 if now - child.started < QUICK_SECONDS else 0
         # Only deaths of its own count towards giving up: who kills a worker from outside wants to see it come back.
         own_fault = code > 0
-        if code == SETTINGS_EXIT_CODE or (own_fault and child.quick_deaths > QUICK_DEATHS_ALLOWED):
+        if code == SETTINGS_EXIT_CODE:
+            # The worker said in one sentence what is wrong; the rest of its log would hide it.
+            said = _tail(child.log).rpartition("\n")[2].removeprefix("grapevine: ")
+            raise GaveUp(f"{child.name} cannot run: {said}")
+        if own_fault and child.quick_deaths > QUICK_DEATHS_ALLOWED:
             raise GaveUp(f"{child.name} cannot run (exit code {code}); its log {child.log} ends:\n{_tail(child.log)}")
         child.restarts += 1
         child.due = now + (min(0.5 * 2**child.quick_deaths, 15.0) if own_fault else 0.0)

@@ -6,6 +6,7 @@ Guarantees: a checkpoint appears whole or not at all (written aside, synced, ren
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -64,8 +65,14 @@ class Checkpoints:
             shutil.rmtree(leftover)
 
     def save(self, state: LearnerState, tensors: Tensors) -> Path:
-        """Write a checkpoint durably; returns its folder. Older ones beyond the last two go."""
+        """Write a checkpoint durably; returns its folder. Older ones beyond the last two go.
+
+        A round saved before in this incarnation has the same tensors: only the state is renewed.
+        """
         final = self._folder / f"{state.version.incarnation:06d}-{state.round:09d}"
+        if final.exists():
+            self.amend(state)
+            return final
         aside = final.with_suffix(".part")
         aside.mkdir()
         tensors.save(aside)
@@ -96,8 +103,11 @@ class Checkpoints:
             try:
                 state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=LearnerState)
                 for name, checksum in state.checksums.items():
-                    if sha256(folder / name) != checksum:
+                    found = _state_checksum(state) if name == STATE_FILE else sha256(folder / name)
+                    if found != checksum:
                         raise ValueError(f"{name} is not what was written")
+                if STATE_FILE not in state.checksums:
+                    raise ValueError(f"{STATE_FILE} holds no checksum of itself")
                 return state, folder
             except (OSError, ValueError) as error:
                 log.error("checkpoint damaged, using the one before", folder=str(folder), detail=str(error))
@@ -106,7 +116,9 @@ class Checkpoints:
     def raise_incarnation(self) -> int:
         """A number above every earlier one of this node, remembered before it is returned."""
         path = self._folder / "incarnation"
-        last = int(path.read_text()) if path.exists() else 0
+        last = max([int(folder.name.partition("-")[0]) for folder in self._all()], default=0)
+        if path.exists():
+            last = max(last, int(path.read_text()))
         aside = path.with_suffix(".new")
         aside.write_text(str(last + 1))
         _sync(aside)
@@ -119,7 +131,14 @@ class Checkpoints:
 
 
 def _state_bytes(state: LearnerState) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(state))
+    checksums = {**state.checksums, STATE_FILE: _state_checksum(state)}
+    return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(state, checksums=checksums)))
+
+
+def _state_checksum(state: LearnerState) -> str:
+    """Of a state with all its checksums but this one."""
+    others = {name: checksum for name, checksum in state.checksums.items() if name != STATE_FILE}
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(state, checksums=others))).hexdigest()
 
 
 def _sync(path: Path) -> None:

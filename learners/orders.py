@@ -12,6 +12,7 @@ No torch here: this file and the ledger are what the chaos test tortures.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -20,6 +21,7 @@ from common import metrics
 from common.identity import Identity, KeyLookup, unseal
 from common.ledger import Entry, Ledger
 from common.messages import NewerSchema, Order, Refused, ScoredGroup
+from common.tasks import Question
 
 
 class AccountState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,6 +107,7 @@ class Account:
         self._limit = limit
         self._attempts = attempts
         self._asked: dict[int, int] = {}
+        self._questions: dict[int, bytes] = {}
         self._missed: set[int] = set()
         self._backlog_unread = True
         self._unacknowledged: list[str] = []
@@ -134,6 +137,7 @@ class Account:
             self.durable, acks, self._unacknowledged = state, self._unacknowledged, []
         self._ledger.settle(self._target, self._incarnation, round, self._totals(), policy, acks=acks, orders=orders)
         self._asked = {number: asked for number, asked in self._asked.items() if not state.is_settled(number)}
+        self._questions = {number: asked for number, asked in self._questions.items() if not state.is_settled(number)}
 
     def reconcile(self, round: int, policy: bytes) -> None:
         """Bring the server in line with the state, whatever it remembers, and order up to the limit.
@@ -191,6 +195,9 @@ class Account:
             self.reconcile(round, policy)
             return len(nowhere), 0
         self._missed = nowhere
+        # Nobody takes over from the one reader of this stream; only what was left for a newer release too long goes.
+        stream = self._ledger.keys.own(self._target)
+        self._ledger.redeliver(self._shard, stream, "learner", "own", self._target, 0, 0, allowed=sys.maxsize)
         now, asked_again, given_up = self._ledger.clock.now(), 0, 0
         for number, deadline in zip(numbers, deadlines, strict=True):
             if deadline is None or deadline >= now:
@@ -210,11 +217,16 @@ class Account:
         return asked_again, given_up
 
     def _totals(self) -> tuple[int, int, int, int]:
-        # What no checkpoint holds yet still waits in the own stream, and counts as waiting.
-        return (self.state.next, self.durable.trained, self.durable.filtered, self.state.expired)
+        # What no checkpoint holds yet still waits in the own stream, and counts as waiting, unless the server forgot it:
+        # then it is with us alone.
+        state, durable = self.state, self.durable
+        undurable = state.trained + state.filtered - durable.trained - durable.filtered
+        forgotten = undurable - len(self._unacknowledged)
+        return (state.next, durable.trained + forgotten, durable.filtered, state.expired)
 
     def _sealed(self, number: int) -> tuple[str, int, bytes]:
         order = self._make_order(number)
+        self._questions[number] = msgspec.msgpack.encode(order.question)
         return order.id, order.deadline, self._identity.seal(order)
 
     # --- collecting ---
@@ -233,6 +245,8 @@ class Account:
                 number = self._number(group.order_id)
                 if number is None or number >= self.state.next:
                     raise Refused("unknown_order", f"{group.order_id} was never ordered here")
+                if not self.state.is_settled(number) and not self._is_asked(number, group.question):
+                    raise Refused("wrong_question", f"{group.order_id} asked another question")
             except NewerSchema:
                 self._ledger.leave(self._shard, "learner", entry, "own", self._target)
                 continue
@@ -248,6 +262,12 @@ class Account:
             self.waiting[number] = Arrived(number, entry.id, group)
             arrived.append(self.waiting[number])
         return arrived
+
+    def _is_asked(self, number: int, question: Question) -> bool:
+        """Whether a question is the one ordered. As bytes: on the way a tuple in its settings has become a list."""
+        if number not in self._questions:
+            self._questions[number] = msgspec.msgpack.encode(self._make_order(number).question)
+        return self._questions[number] == msgspec.msgpack.encode(question)
 
     def _number_of(self, entry: Entry) -> int | None:
         """The order number of an own entry, None when it is not a message of this target (`poll` refuses it)."""

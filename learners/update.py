@@ -171,6 +171,7 @@ class PolicyTrainer:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(weights[name])
+        self._optimizer.state.clear()
         for field, value in load_file(folder / OPTIMIZER_FILE).items():
             key, _, name = field.partition(":")
             parameter = self._parameters[name]

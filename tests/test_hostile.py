@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import struct
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +16,7 @@ import msgspec
 import pytest
 
 from common.identity import Identity
-from common.ledger import NEWER_KEPT_MS, QUARANTINE_HEAD, QUARANTINE_KEPT
+from common.ledger import DELIVERIES_ALLOWED, NEWER_KEPT_MS, QUARANTINE_HEAD, QUARANTINE_KEPT
 from common.messages import (
     MAX_MESSAGE_BYTES,
     SCHEMA,
@@ -128,6 +130,20 @@ def insider_orders(real: bytes, node: Identity) -> list[tuple[str, bytes]]:
         ("malformed", sealed_raw(node, "order", {**plain, "id": "../../etc/passwd"})),
         ("malformed", sealed_raw(node, "order", {**plain, "purpose": "eval()"})),
         ("malformed", sealed_raw(node, "order", {**plain, "lowest": [1]})),
+        ("malformed", sealed_raw(node, "order", {**plain, "id": f"{order.id}\n"})),
+        ("malformed", sealed_raw(node, "order", {**plain, "id": order.id.replace("/", "/0")})),
+        (
+            "malformed",
+            sealed_raw(
+                node, "order", {**plain, "question": {**plain["question"], "settings": {"a": {(1,): 2}}, "seed": "1"}}
+            ),
+        ),
+        ("malformed", node.seal(msgspec.structs.replace(order, purpose="eval"))),
+        ("malformed", node.seal(msgspec.structs.replace(order, target="eval-node-0-1", id="eval-node-0-1/0"))),
+        (
+            "malformed",
+            node.seal(msgspec.structs.replace(order, target="eval-node-0-1-2", id="eval-node-0-1-2/0", purpose="eval")),
+        ),
         ("malformed", sealed_raw(node, "order", {})),
     ]
 
@@ -155,6 +171,9 @@ def insider_raw(real: bytes, generator: Identity, node: Identity, foreign: Ident
         ("malformed", spoilt(logprob=math.nan)),
         ("malformed", spoilt(logprob=-math.inf)),
         ("malformed", spoilt(tokens=one.tokens + 1)),
+        ("malformed", spoilt(logprobs=struct.pack("<f", math.nan) + one.logprobs[4:])),
+        ("malformed", spoilt(logprobs=one.logprobs[:-4] + struct.pack("<f", -math.inf))),
+        ("malformed", spoilt(token_ids=struct.pack("<i", -1) + one.token_ids[4:])),
         ("malformed", spoilt(token_ids=b"")),
         ("malformed", spoilt(spans=[])),
         ("malformed", spoilt(spans=[Span(0, 1, Version(1, 0)), Span(2, one.tokens, Version(1, 0))])),
@@ -179,18 +198,44 @@ def insider_scored(real: bytes, verifier: Identity) -> list[tuple[str, bytes]]:
         ("unknown_order", verifier.seal(msgspec.structs.replace(group, order_id="node-0/999999999"))),
         ("unknown_order", verifier.seal(msgspec.structs.replace(group, order_id="node-1/0"))),
         ("malformed", verifier.seal(msgspec.structs.replace(group, components=group.components[:1]))),
+        ("malformed", verifier.seal(msgspec.structs.replace(group, completions=[], components=[]))),
+        ("malformed", verifier.seal(msgspec.structs.replace(group, order_id=f"{group.order_id}\n"))),
+        *out_of_range(group, verifier),
     ]
+
+
+def out_of_range(group: ScoredGroup | SwarmGroup, verifier: Identity) -> list[tuple[str, bytes]]:
+    """Reward components that would spoil whatever is averaged over them."""
+    first, *others = group.components
+    worse = [msgspec.structs.replace(first, accuracy=value) for value in (math.nan, math.inf, -0.5, 1e300)]
+    return [("malformed", verifier.seal(msgspec.structs.replace(group, components=[one, *others]))) for one in worse]
 
 
 def insider_swarm(real: bytes, verifier: Identity) -> list[tuple[str, bytes]]:
     """Swarm groups signed by a registered verifier that may not be learnt from."""
     group = inside(real, SwarmGroup)
+    first, *others = group.completions
+
+    def spoilt(**fields: Any) -> bytes:
+        worse = [msgspec.structs.replace(first, **fields), *others]
+        return verifier.seal(msgspec.structs.replace(group, completions=worse))
+
     held_out = next(text for text in map(str, range(1000)) if is_held_out_text(text))
     return [
         ("misplaced", verifier.seal(msgspec.structs.replace(group, author="node-0"))),
         ("misplaced", verifier.seal(msgspec.structs.replace(group, tag="hard" if group.tag != "hard" else "easy"))),
         ("held_out", verifier.seal(msgspec.structs.replace(group, question_text=held_out))),
         ("malformed", verifier.seal(msgspec.structs.replace(group, components=[]))),
+        (
+            "malformed",
+            verifier.seal(
+                msgspec.structs.replace(group, completions=group.completions[:1], components=group.components[:1])
+            ),
+        ),
+        ("malformed", verifier.seal(msgspec.structs.replace(group, question_text=""))),
+        ("malformed", spoilt(logprob=math.nan)),
+        ("malformed", spoilt(logprob=math.inf)),
+        *out_of_range(group, verifier),
         ("malformed", verifier.seal(msgspec.structs.replace(group, completions=[], components=[]))),
     ]
 
@@ -218,7 +263,8 @@ def flood(site: Site, stream: str, real: bytes, insider: list[tuple[str, bytes]]
 
 @pytest.fixture
 def site(tmp_path: Path, server: EmbeddedServer, request: pytest.FixtureRequest) -> Site:
-    site = Site(tmp_path, server.url, request.node.name.replace("_", "-")[:40].strip("-"))
+    # A run's name is short; the parameters at the end of a test's name must still tell two runs apart.
+    site = Site(tmp_path, server.url, f"hostile-{zlib.crc32(request.node.name.encode()):08x}")
     site.learn()
     return site
 
@@ -375,6 +421,100 @@ def test_a_newer_schema_is_left_for_a_day(site: Site) -> None:
     assert pending["message_id"] == young
     assert pending["times_delivered"] == 0, "waiting for a newer release does not wear a message out"
     site.learn()
+
+
+@pytest.mark.parametrize("stream", ["orders", "raw", "own"])
+def test_newer_messages_hide_nothing_behind_them(site: Site, stream: str) -> None:
+    """More than one page of them, and honest work behind: taken, then forgotten by a crash, then read again."""
+    keys, redis, ledger = site.ledger.keys, site.ledger.redis, site.ledger
+    name, group = {
+        "orders": (keys.orders("node-0"), "generators"),
+        "raw": (keys.raw(0), "verifiers"),
+        "own": (keys.own("node-0"), "learner"),
+    }[stream]
+    newer = encode(Envelope(SCHEMA + 1, "?", b"", b""))
+    pipeline = redis.pipeline(transaction=False)
+    for _ in range(2100):
+        pipeline.xadd(name, {"m": newer})
+    pipeline.execute()
+    learner = site.learners[0]
+    while not redis.xlen(keys.orders("node-0")) - 2100 * (stream == "orders"):
+        site.verify()
+        learner.step()
+    if stream == "orders":
+        ledger.take_orders("node-0", "g", 5000, 0)
+        site.generator.rejoin()
+    site.generator.pool.serve("node-0")
+    site.generator.step()
+    if stream == "raw":
+        assert ledger.take_raw(0, "v", 5000, 0)
+        site.verifier.rejoin()
+    for _ in range(3):
+        site.verifier.step()
+    if stream == "own":
+        for _ in range(3):
+            ledger.take_own("node-0", 0)
+        learner.rejoin()
+    before = learner.facts()["round"]
+    learner.step()
+    assert learner.facts()["round"] == before + 1
+    waiting = redis.xpending_range(name, group, "-", "+", 3000)
+    assert sum(one["times_delivered"] == 0 for one in waiting) == 2100
+    assert site.refused(stream) == {}
+
+
+def test_an_answer_to_another_question_is_asked_again(site: Site) -> None:
+    """A verifier's key on a group whose number was ordered, but not with this question (here one that nobody can build)."""
+    keys, redis, learner = site.ledger.keys, site.ledger.redis, site.learners[0]
+    site.order()
+    site.generate()
+    site.verify()
+    first, *_ = site.entries(keys.own("node-0"))
+    group = inside(first.data, ScoredGroup)
+    question = msgspec.structs.replace(group.question, task="no-such-task")
+    redis.delete(keys.own("node-0"))
+    redis.xadd(
+        keys.own("node-0"), {"m": site.identities["verifier"].seal(msgspec.structs.replace(group, question=question))}
+    )
+    learner.rejoin()
+    learner.step()
+    assert site.refused("own") == {"wrong_question": 1}
+    assert site.ledger.still_open("node-0", [group.order_id]) == [False]
+    # Found nowhere twice: asked again.
+    for _ in range(3):
+        learner._tended = float("-inf")
+        learner.step()
+    assert site.ledger.still_open("node-0", [group.order_id]) == [True]
+    site.learn(3)
+    assert site.ledger.books("node-0").lost == 0
+
+
+def test_a_group_too_large_once_scored_is_refused_and_stays_open(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.order()
+    site.generate()
+    count = site.ledger.redis.xlen(site.ledger.keys.raw(0))
+    before = site.ledger.books("node-0")
+    monkeypatch.setattr("verifiers.verifier.MAX_MESSAGE_BYTES", 300)
+    site.verify()
+    assert site.refused("raw") == {"too_large": count}
+    after = site.ledger.books("node-0")
+    assert (after.open, after.waiting, after.lost) == (before.open, before.waiting, 0)
+
+
+def test_waiting_for_a_policy_wears_no_order_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generators.generator.IDLE_WAIT_MS", 1)
+    keys, redis = site.ledger.keys, site.ledger.redis
+    site.order()
+    announced = redis.getdel(keys.policy("node-0"))
+    for _ in range(2 * DELIVERIES_ALLOWED):
+        site.generator.pool.serve("node-0")
+        site.generator.step()
+    taken = redis.xpending_range(keys.orders("node-0"), "generators", "-", "+", 100)
+    assert taken
+    assert {one["times_delivered"] for one in taken} == {1}
+    redis.set(keys.policy("node-0"), announced)
+    site.learn()
+    assert site.refused("orders") == {}
 
 
 def test_no_worker_restarts_under_fire(tmp_path: Path, server: EmbeddedServer) -> None:

@@ -17,6 +17,7 @@ from common.directory import Directory
 from common.identity import Identity, unseal
 from common.ledger import Entry, Ledger
 from common.messages import (
+    MAX_MESSAGE_BYTES,
     NewerSchema,
     Order,
     RawGroup,
@@ -171,6 +172,9 @@ class Verifier:
         limits = self._settings.swarm
         age = limits.max_age * 1000 if self._ledger.clock.unit == "ms" else limits.max_age
         own = self._identity.seal(scored)
+        if max(len(own), len(swarm)) > MAX_MESSAGE_BYTES:
+            # Published, it would be refused by its reader, and the order asked and answered again for ever.
+            raise Refused("too_large", f"the scored group would exceed {MAX_MESSAGE_BYTES} bytes")
         if self._ledger.publish(order, entry.id, own, tag, swarm, limits.quota, age):
             metrics.groups_scored.labels(tag).inc()
             self._scored += 1
