@@ -23,7 +23,8 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder or hub name.
 
     Raises:
-        ValueError: the tokenizer names no end-of-sequence token, without which no completion could be finished.
+        ValueError: the tokenizer names no end-of-sequence token, without which no completion could be finished, or
+            it knows no text at all.
     """
     # Imported late: it takes seconds, and the pure functions below do not need it.
     from transformers import AutoTokenizer
@@ -31,6 +32,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(model)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {model} has no end-of-sequence token")
+    if not tokenizer.encode("2"):
+        # What transformers makes of a folder whose tokenizer files are missing: no vocabulary, and no complaint.
+        raise ValueError(f"the tokenizer of {model} knows no text; its files are missing or damaged")
     return tokenizer
 
 

@@ -256,7 +256,8 @@ class Account:
                 continue
             if self.state.is_settled(number) or number in self.waiting:
                 held = self.waiting.get(number)
-                if held is None or held.entry_id != entry.id:
+                # Trained since the last checkpoint and read again after a lost connection: it stays until the next one.
+                if entry.id not in self._unacknowledged and (held is None or held.entry_id != entry.id):
                     self._ledger.finish(self._shard, "learner", entry, "duplicates")
                 continue
             self.waiting[number] = Arrived(number, entry.id, group)

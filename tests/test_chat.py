@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -68,3 +70,10 @@ def test_stop_ids_join_tokenizer_and_generation_settings(tokenizer: Qwen2Tokeniz
     assert chat.stop_ids(tokenizer, SimpleNamespace(eos_token_id=5)) == {end, 5}
     assert chat.stop_ids(tokenizer, SimpleNamespace(eos_token_id=[5, 6])) == {end, 5, 6}
     assert chat.stop_ids(tokenizer, SimpleNamespace(eos_token_id=None)) == {end}
+
+
+def test_a_folder_without_tokenizer_files_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_model / name, tmp_path)
+    with pytest.raises((ValueError, OSError)):
+        chat.load_tokenizer(str(tmp_path))

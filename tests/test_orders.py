@@ -283,7 +283,20 @@ def test_groups_between_two_checkpoints_count_as_trained_when_the_server_forgets
     assert (books.trained, books.lost) == (4, 0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+def test_groups_between_two_checkpoints_survive_a_lost_connection_and_then_a_crash(node: Node) -> None:
+    node.answer()
+    assert node.train(durable=False) == [0, 1]
+    node.account.reconcile(node.round, node.policy())
+    assert sorted(one.number for one in node.account.poll()) == [2, 3, 4, 5]
+    assert node.ledger.books(node.target).waiting == 6
+    assert node.ledger.counts().get("duplicates", 0) == 0
+    node.rebirth()
+    node.account.poll()
+    assert sorted(node.account.waiting) == list(range(6)), "not generated again"
+    assert node.lost == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2, 11, 61])
 def test_random_lives_on_a_forgetful_server(site: Site, seed: int) -> None:
     """As above, with checkpoints every other round or so, and a server that is wiped or goes back to a backup."""
     node, random = Node(site), Random(100 + seed)

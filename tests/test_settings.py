@@ -6,13 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import yaml
 
 from common.settings import NodeSettings, Settings, SettingsError, load
+from grapevine.cli import main
+from grapevine.server import EmbeddedServer
 from grapevine.supervisor import Supervisor
+
+Command = Callable[..., tuple[int | str | None, str]]
 
 
 @pytest.fixture(autouse=True)
@@ -178,15 +184,19 @@ def test_every_default_is_a_value_one_may_write_down(tmp_path: Path) -> None:
 # --- through the command line ---
 
 
-def grapevine(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "grapevine", *arguments],
-        cwd=folder,
-        env={**os.environ, **variables, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """`grapevine` in this process: exit code and what went to standard error."""
+
+    def call(*arguments: str) -> tuple[int | str | None, str]:
+        monkeypatch.setattr(sys, "argv", ["grapevine", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, capfd.readouterr().err
+
+    monkeypatch.chdir(tmp_path)
+    yield call
+    structlog.reset_defaults()  # the command line points the log at a stream that ends with this test
 
 
 @pytest.mark.parametrize(
@@ -195,6 +205,7 @@ def grapevine(folder: Path, *arguments: str, **variables: str) -> subprocess.Com
         (["up", "broken.yaml"], "node: [a\n\tb", "broken.yaml cannot be read as YAML"),
         (["up", "broken.yaml"], "node: {rounds: many}", "setting node.rounds: input should be a valid integer"),
         (["up", "absent.yaml"], "", "absent.yaml cannot be read as YAML"),
+        (["up", "--set", "node.mix.swram=1"], "", "unknown setting node.mix.swram; did you mean node.mix.swarm?"),
         (["worker", "learner", "nosuch"], "", "node nosuch is not in the settings; nodes are node-0, node-1"),
         (["worker", "cook", "x"], "", "role cook is unknown; choose learner, generator or verifier"),
         (["worker", "verifier", "x"], "", "no server: set redis_url, or REDIS_URL"),
@@ -202,18 +213,29 @@ def grapevine(folder: Path, *arguments: str, **variables: str) -> subprocess.Com
         (["report", "nosuch"], "", "runs/nosuch holds no run"),
     ],
 )
-def test_the_command_line_says_it_and_exits_with_2(tmp_path: Path, arguments: list[str], text: str, sentence: str) -> None:
+def test_the_command_line_says_it_and_exits_with_2(
+    tmp_path: Path, command: Command, arguments: list[str], text: str, sentence: str
+) -> None:
     (tmp_path / "broken.yaml").write_text(text)
-    done = grapevine(tmp_path, *arguments)
-    assert done.returncode == 2
-    assert done.stderr.startswith("grapevine: ")
-    assert sentence in done.stderr
-    assert done.stderr.count("\n") == 1
+    code, errors = command(*arguments)
+    assert code == 2
+    assert errors.startswith("grapevine: ")
+    assert sentence in errors
+    assert errors.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.yaml"], "nothing was begun"
 
 
+def test_a_wrong_password_is_said_and_not_tried_again(server: EmbeddedServer, command: Command) -> None:
+    wrong = server.url.replace("redis://:", "redis://:not")
+    code, errors = command("worker", "verifier", "x", "--set", f"redis_url={wrong}")
+    assert code == 2
+    assert errors.startswith("grapevine: the server wants another password than redis_url has")
+    assert errors.count("\n") == 1
+    assert wrong not in errors
+
+
 def test_an_unknown_option_is_no_bug(tmp_path: Path) -> None:
-    done = grapevine(tmp_path, "up", "--nosuch")
+    done = subprocess.run([sys.executable, "-m", "grapevine", "up", "--nosuch"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "--nosuch" in done.stderr
     assert "Traceback" not in done.stderr

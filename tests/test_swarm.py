@@ -214,3 +214,20 @@ def test_in_lockstep_only_earlier_rounds_are_read(server: EmbeddedServer) -> Non
         sent.append(swarm.publish("a", "hard", max_age=2))
     for clock.round, expected in ((0, []), (1, sent[:1]), (2, sent[1::-1]), (3, sent[:0:-1]), (9, [])):
         assert list(drawn(swarm.reader(max_age=2), Random(0))) == expected, clock.round
+
+
+def test_a_stream_is_read_no_deeper_than_asked(swarm: Swarm) -> None:
+    sent = [swarm.publish("a", "hard", quota=300) for _ in range(300)]
+    assert list(drawn(swarm.reader(depth=2 * LOOK_BACK), Random(0))) == sent[: -2 * LOOK_BACK - 1 : -1]
+
+
+def test_a_draw_costs_one_look_in_a_large_swarm(swarm: Swarm) -> None:
+    for number in range(60):
+        for _ in range(2 * LOOK_BACK):
+            swarm.publish(f"node-{number}", "hard")
+    recorder = Recorder(swarm.ledger.redis)
+    reader, random = swarm.reader(tags=("hard",), client=recorder), Random(0)
+    assert all(reader.draw(random) is not None for _ in range(30))
+    looks = [key for key in recorder.keys if "swarm-hard" in key]
+    # A second look only where the same author was drawn again and again.
+    assert 30 <= len(looks) <= 33

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,14 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from rich.console import Console
 
-from learners.journal import read
+from common.settings import Settings
+from grapevine.progress import Progress
+from learners.journal import Journal, read
 
 GRAPEVINE = [sys.executable, "-m", "grapevine"]
 PATIENCE = 90.0
@@ -84,6 +88,19 @@ class Run:
         ]
         assert len(found) == 1, (words, found)
         found[0].kill()
+
+    @contextmanager
+    def held_after_round(self, round: int) -> Iterator[list[int]]:
+        """Wait for a round of node-0, then let no generator move meanwhile, so that the run cannot come to its end."""
+        self.until(lambda: len(self.rounds("node-0")) >= round, f"round {round}")
+        assert self.process is not None
+        held = [c for c in psutil.Process(self.process.pid).children() if "worker generator" in " ".join(c.cmdline())]
+        for child in held:
+            child.suspend()
+        yield self.rounds("node-0")
+        for child in held:
+            with suppress(psutil.NoSuchProcess):
+                child.resume()
 
     def wait(self) -> int:
         """The exit code."""
@@ -160,10 +177,9 @@ def test_whatever_is_killed_comes_back(run: Run) -> None:
         ("valkey", "127.0.0.1:"),
     ):
         # Nodes need not start together, so it is node-0 that everything is done to.
-        goal = len(run.rounds("node-0")) + 2
-        run.until(lambda goal=goal: len(run.rounds("node-0")) >= goal, f"round {goal}")  # type: ignore[misc]
-        assert goal < ROUNDS, "too fast: nothing was left to disturb"
-        run.kill(*words)
+        with run.held_after_round(len(run.rounds("node-0")) + 2) as reached:
+            assert len(reached) < ROUNDS - 2, "nothing was left to disturb"
+            run.kill(*words)
     assert run.wait() == 0, run.words()
     run.assert_whole()
     assert run.report()["restarts"] >= 4
@@ -174,34 +190,35 @@ def test_whatever_is_killed_comes_back(run: Run) -> None:
     assert run.alive() == []
 
 
-def test_killed_interrupted_and_finished(run: Run) -> None:
+def test_interrupted_killed_and_finished(run: Run) -> None:
     run.up()
-    run.until((run.folder / "settings.json").exists, "a start")
-    for flags in ((), ("--fresh",), ("--lockstep",)):
-        second = run.call("up", str(run.config), *flags)
-        assert second.returncode == 2
-        assert second.stderr.startswith("grapevine: run up is already up in another process")
-        assert second.stderr.count("\n") == 1
-        assert second.stdout == ""
-    run.until(lambda: len(run.rounds("node-0")) >= 2, "two rounds")
-    assert run.process is not None
-    run.process.kill()
-    run.process.wait()
-    # The kernel kills the children of a killed parent, and theirs.
-    gone_by = time.monotonic() + 10
-    while run.alive() and time.monotonic() < gone_by:
-        time.sleep(0.05)
-    assert run.alive() == []
-    reached = run.rounds("node-0")
-
-    run.up()
-    run.until(lambda: len(run.rounds("node-0")) > len(reached), "a further round")
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 130
+    with run.held_after_round(2) as reached:
+        # Exclusion, looked at while nothing moves.
+        for flags in ((), ("--fresh",), ("--lockstep",)):
+            second = run.call("up", str(run.config), *flags)
+            assert second.returncode == 2
+            assert second.stderr.startswith("grapevine: run up is already up in another process")
+            assert second.stderr.count("\n") == 1
+            assert second.stdout == ""
+        assert run.process is not None
+        run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 130, run.words()
     assert run.alive() == []
     assert run.report()["groups_lost"] == 0
+    assert run.rounds("node-0")[: len(reached)] == reached
     reached = run.rounds("node-0")
-    assert 2 < len(reached) < ROUNDS
+    assert len(reached) < ROUNDS
+
+    run.up()
+    with run.held_after_round(len(reached) + 2):
+        run.process.kill()
+        run.process.wait()
+        # The kernel kills the children of a killed parent, and theirs, those that stand still among them.
+        gone_by = time.monotonic() + 10
+        while run.alive() and time.monotonic() < gone_by:
+            time.sleep(0.05)
+        assert run.alive() == []
+    assert run.rounds("node-0")[: len(reached)] == reached
 
     run.up()
     assert run.wait() == 0, run.words()
@@ -234,3 +251,21 @@ def test_a_server_that_does_not_answer_is_said_at_once(run: Run) -> None:
     _, errors = run.process.communicate(timeout=PATIENCE)
     (sentence,) = errors.splitlines()
     assert sentence.startswith("grapevine: the server that redis_url names does not answer")
+
+
+def test_the_screen_follows_a_journal_that_is_written_anew(tmp_path: Path) -> None:
+    """A learner that comes back drops a round and makes it again, longer, before the screen looks at the file again."""
+    settings = Settings(run="screen", folder=tmp_path, nodes=1)
+    folder = settings.run_folder / "nodes" / "node-0"
+    progress = Progress(settings, Console(file=io.StringIO()))
+    journal = Journal(folder, keep_until=0)
+    for round in (1, 2, 3):
+        journal.round({"round": round, "own_reward": 0.5, "own_tokens": 10})
+    progress._follow("node-0")
+    journal = Journal(folder, keep_until=2)
+    for round in (3, 4):
+        journal.round({"round": round, "own_reward": 0.123456789, "own_tokens": 10})
+    progress._follow("node-0")
+    assert progress._rewards["node-0"] == [0.5, 0.5, 0.123456789, 0.123456789]
+    assert progress._latest["node-0"]["round"] == 4
+    assert progress._tokens == {"node-0": 40}
