@@ -101,18 +101,14 @@ class Directory:
 
     # --- targets and policies ---
 
-    def add_target(self, target: str, model: str) -> None:
-        """Make a target known to the generator pool."""
-        self._redis.hset(self._keys.targets(), target, model)
+    def add_target(self, target: str, site: str) -> None:
+        """Make a target known to the generator pool of its site."""
+        self._redis.hset(self._keys.targets(), target, site)
 
-    def remove_target(self, target: str) -> None:
-        """Take a target off the pool's list."""
-        self._redis.hdel(self._keys.targets(), target)
-
-    def targets(self) -> dict[str, str]:
-        """Target -> model, by name."""
+    def targets(self, site: str) -> list[str]:
+        """The site's targets, by name."""
         found = self._redis.hgetall(self._keys.targets())
-        return {name.decode(): model.decode() for name, model in sorted(found.items())}
+        return sorted(name.decode() for name, place in found.items() if place.decode() == site)
 
     def waiting_orders(self, targets: list[str]) -> dict[str, int]:
         """Orders per target that are not answered yet: waiting or in a generator's hands."""

@@ -78,7 +78,7 @@ class Keys:
         return self._run("identities")
 
     def targets(self) -> str:
-        """Hash: target -> model."""
+        """Hash: target -> site."""
         return self._run("targets")
 
     def workers(self) -> str:

@@ -117,7 +117,10 @@ class Ledger:
             return self._scripts[script](names, args)
         except redis.ResponseError as error:
             if "FENCED" in str(error):
-                raise Fenced(str(error)) from None
+                raise Fenced(
+                    f"this node was taken over by a later learner ({error}); run one learner per node, "
+                    f"and where its folder was lost begin anew with `grapevine up --fresh`"
+                ) from None
             raise
 
     def deadlines(self, target: str, ids: Sequence[str]) -> list[int | None]:

@@ -175,6 +175,8 @@ class Settings(BaseSettings):
     def _some_nodes(cls, value: int | dict[str, Any]) -> int | dict[str, Any]:
         if (value if isinstance(value, int) else len(value)) < 1:
             raise ValueError("a run needs at least one node")
+        if not isinstance(value, int) and any(name.startswith("eval-") for name in value):
+            raise ValueError("a node's name must not start with eval-, as those of evaluations do")
         return value
 
     @model_validator(mode="after")

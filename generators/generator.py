@@ -53,7 +53,7 @@ class Generator:
         self._engine = engine
         self._cache = cache
         fixed = settings.generators.target
-        self.pool = Pool(directory, name, None if fixed == "auto" else fixed)
+        self.pool = Pool(directory, name, settings.site, None if fixed == "auto" else fixed)
         self._loaded: tuple[str, Version] | None = None
         self._hand: list[tuple[Entry, Order, bytes]] = []
         self._model: str | None = None
@@ -112,6 +112,8 @@ class Generator:
                 order, node = unseal(Order, entry.data, self._directory.lookup)
                 if node.name != order.node or order.target != target:
                     raise Refused("wrong_node", f"an order of {order.node} for {order.target}, signed by {node.name}")
+                if node.site != self._identity.record.site:
+                    raise Refused("foreign_site", f"node {node.name} belongs to site {node.site}")
                 readable.append((entry, order, entry.data))
             except NewerSchema:
                 self._ledger.leave(shard, "generators", entry, "orders", self.name)

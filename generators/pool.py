@@ -23,10 +23,13 @@ class Pool:
     Among equals the one served longest ago comes first.
     """
 
-    def __init__(self, directory: Directory, me: str, fixed: str | None, now: Callable[[], float] = time.monotonic) -> None:
-        """`fixed` names the one target to serve; None chooses."""
+    def __init__(
+        self, directory: Directory, me: str, site: str, fixed: str | None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`fixed` names the one target to serve; None chooses among those of the site."""
         self._directory = directory
         self._me = me
+        self._site = site
         self._fixed = fixed
         self._now = now
         self._dry: dict[str, float] = {}
@@ -58,7 +61,7 @@ class Pool:
         self.current = None
 
     def _best(self, now: float) -> str | None:
-        served = [target for target in self._directory.targets() if self._fixed in (None, target)]
+        served = [target for target in self._directory.targets(self._site) if self._fixed in (None, target)]
         waiting = self._directory.waiting_orders(served)
         others = self._directory.assigned(besides=self._me)
         candidates = [

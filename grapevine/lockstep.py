@@ -33,7 +33,7 @@ def run_lockstep(settings: Settings, console: Console) -> int:
         signal.signal(number, lambda received, _: stop.append(received))
     clock = RoundClock()
     ledger, directory = open_run(settings, clock)
-    clock.round = _last_round(ledger, directory.targets(), settings.node_names())
+    clock.round = _last_round(ledger, directory.targets(settings.site), settings.node_names())
     engine = make_engine(settings)
     generator = make_generator("generator-0", settings, ledger, directory, engine)
     verifier = make_verifier("verifier-0", settings, ledger, directory)
@@ -47,7 +47,7 @@ def run_lockstep(settings: Settings, console: Console) -> int:
         while any(active.values()) and not stop:
             clock.round += 1
             answered = 0
-            for target in directory.targets():
+            for target in directory.targets(settings.site):
                 while directory.waiting_orders([target])[target]:
                     generator.pool.serve(target)
                     generator.step()

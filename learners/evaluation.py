@@ -39,6 +39,7 @@ class Evaluation:
         self.pending = pending
         self.target = f"eval-{node}-{pending.round}"
         self._node = node
+        self._site = settings.site
         self._settings = settings.for_node(node)
         self._ledger = ledger
         self._directory = directory
@@ -61,7 +62,7 @@ class Evaluation:
     def rejoin(self) -> None:
         """Place the orders, or find them where they are."""
         self._account.reconcile(0, self._announcement)
-        self._directory.add_target(self.target, self.pending.policy.model)
+        self._directory.add_target(self.target, self._site)
 
     def step(self) -> dict[str, Any] | None:
         """Collect; the result once every question is answered. Mean reward is accuracy over all completions."""

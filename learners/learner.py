@@ -117,7 +117,7 @@ class Learner:
         self._directory.register(self._identity)
         self._account.reconcile(self._state.round, self._announcement())
         # The pool learns of a target only once its policy is announced.
-        self._directory.add_target(self.name, self._model)
+        self._directory.add_target(self.name, self._settings.site)
         for evaluation in self._evaluations:
             evaluation.rejoin()
         # Round 0 begins here; so does an evaluation that a crash or a lost connection kept from beginning.

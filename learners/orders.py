@@ -241,7 +241,7 @@ class Account:
         arrived = []
         for entry in entries:
             try:
-                group, _ = unseal(ScoredGroup, entry.data, self._lookup)
+                group = self._open(entry)
                 number = self._number(group.order_id)
                 if number is None or number >= self.state.next:
                     raise Refused("unknown_order", f"{group.order_id} was never ordered here")
@@ -270,10 +270,16 @@ class Account:
             self._questions[number] = msgspec.msgpack.encode(self._make_order(number).question)
         return self._questions[number] == msgspec.msgpack.encode(question)
 
+    def _open(self, entry: Entry) -> ScoredGroup:
+        group, verifier = unseal(ScoredGroup, entry.data, self._lookup)
+        if verifier.site != self._identity.record.site:
+            raise Refused("foreign_site", f"scored by a verifier of site {verifier.site}")
+        return group
+
     def _number_of(self, entry: Entry) -> int | None:
         """The order number of an own entry, None when it is not a message of this target (`poll` refuses it)."""
         try:
-            return self._number(unseal(ScoredGroup, entry.data, self._lookup)[0].order_id)
+            return self._number(self._open(entry).order_id)
         except (NewerSchema, Refused):
             return None
 

@@ -56,6 +56,7 @@ class PolicyTrainer:
         self.model = loaded.to(self._device)
         # Evaluation mode: dropout would make the learner's log-probabilities differ from the generator's.
         self.model.eval()
+        self._vocabulary: int = self.model.get_input_embeddings().num_embeddings
         self._parameters = dict(self.model.named_parameters())
         update = settings.update
         self._optimizer = torch.optim.AdamW(
@@ -139,6 +140,10 @@ class PolicyTrainer:
         prompt = prompt_ids(self._tokenizer, sample.question)
         if sample.token_ids is not None and sample.logprobs is not None:
             completion = np.frombuffer(sample.token_ids, "<i4").tolist()
+            if max(completion) >= self._vocabulary:
+                # Only a generator with another model writes these; they must not end the learner.
+                log.error("completion left out: it holds a token this model does not know", token=max(completion))
+                return Encoded(prompt, completion, None, 0.0)
             return Encoded(prompt, completion, np.frombuffer(sample.logprobs, "<f4").tolist(), sample.advantage)
         completion = completion_ids(self._tokenizer, sample.text, sample.finished)
         # Another tokenizer may have needed fewer tokens for the same text; what we could not have written is cut.

@@ -49,7 +49,7 @@ class Site:
 
     def generate(self) -> None:
         """Until no order waits anywhere."""
-        for target in self.directory.targets():
+        for target in self.directory.targets("local"):
             while self.directory.waiting_orders([target])[target]:
                 self.generator.pool.serve(target)
                 self.generator.step()

@@ -191,10 +191,11 @@ def flipped_body(data: bytes) -> bytes:
     return changed(data, body=flipped(envelope(data).body, Random(0)))
 
 
-def insider_scored(real: bytes, verifier: Identity) -> list[tuple[str, bytes]]:
+def insider_scored(real: bytes, verifier: Identity, foreign: Identity) -> list[tuple[str, bytes]]:
     """Scored groups signed by a registered verifier that nobody ordered or that do not add up."""
     group = inside(real, ScoredGroup)
     return [
+        ("foreign_site", foreign.seal(group)),
         ("unknown_order", verifier.seal(msgspec.structs.replace(group, order_id="node-0/999999999"))),
         ("unknown_order", verifier.seal(msgspec.structs.replace(group, order_id="node-1/0"))),
         ("malformed", verifier.seal(msgspec.structs.replace(group, components=group.components[:1]))),
@@ -316,7 +317,10 @@ def test_hostile_scored_groups(site: Site) -> None:
     site.generate()
     site.verify()
     (real, *_) = [entry.data for entry in site.entries(stream)]
-    expected = flood(site, stream, real, insider_scored(real, site.identities["verifier"]), MESSAGES - 1)
+    foreign = Identity.fresh("verifier", "elsewhere", "another-site")
+    site.directory.register(foreign)
+    insider = insider_scored(real, site.identities["verifier"], foreign)
+    expected = flood(site, stream, real, insider, MESSAGES - 1)
     site.ledger.redis.xadd(stream, {"m": b"\0" * (MAX_MESSAGE_BYTES + 1)})
     expected["too_large"] += 1
     while sum(site.refused("own").values()) < MESSAGES:

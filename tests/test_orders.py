@@ -95,7 +95,7 @@ class Node:
     def answer(self, count: int = 100) -> None:
         """Let the generator and the verifier work."""
         self.site.directory.register(self.identity)
-        self.site.directory.add_target(self.target, "no-model")
+        self.site.directory.add_target(self.target, "local")
         self.site.generate()
         self.site.verify()
 

@@ -376,3 +376,12 @@ def test_gradients_are_cut_to_the_norm(tiny_model: Path) -> None:
     norm = math.sqrt(sum(gradient.pow(2).sum().item() for gradient in gradients(trainer).values()))
     assert figures["grad_norm"] > 0.01
     assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+def test_tokens_the_model_does_not_know_are_left_out(tiny_model: Path) -> None:
+    trainer = trainer_for(tiny_model)
+    before = weights(trainer)
+    alien = np.array([10**6], "<i4").tobytes()
+    figures = trainer.update([Sample("What?", "?", True, 1.0, alien, np.zeros(1, "<f4").tobytes())], [])
+    assert figures["grad_norm"] == 0.0
+    assert_same(before, weights(trainer))

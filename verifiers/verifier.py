@@ -61,7 +61,9 @@ class Verifier:
         self._directory = directory
         self._identity = identity
         self._scorer = scorer
-        self._wait_ms = 1000 // ledger.keys.shards if ledger.clock.unit == "ms" else 0
+        # A command can wait at one shard only; with several, none of the others is kept waiting for long.
+        self._wait_ms = (1000 if ledger.keys.shards == 1 else 20) if ledger.clock.unit == "ms" else 0
+        self._waited_at = 0
         self._hand: list[Entry] = []
         self._backlog = True
         self._looked_for_quiet = 0.0
@@ -73,13 +75,18 @@ class Verifier:
         self._hand, self._backlog = [], True
 
     def step(self) -> bool:
-        """One batch from each shard."""
+        """One batch from each shard; a wait at one of them when all are empty."""
         self._take_over()
         backlog, self._backlog = self._backlog, False
-        for shard in range(self._ledger.keys.shards):
+        shards = self._ledger.keys.shards
+        found = 0
+        for shard in range(shards):
             if backlog:
-                self._handle(shard, self._ledger.take_raw(shard, self.name, 1000, 0, backlog=True))
-            self._handle(shard, self._ledger.take_raw(shard, self.name, BATCH, self._wait_ms))
+                found += self._handle(shard, self._ledger.take_raw(shard, self.name, 1000, 0, backlog=True))
+            found += self._handle(shard, self._ledger.take_raw(shard, self.name, BATCH, 0))
+        if not found and self._wait_ms:
+            self._waited_at = (self._waited_at + 1) % shards
+            self._handle(self._waited_at, self._ledger.take_raw(self._waited_at, self.name, BATCH, self._wait_ms))
         return True
 
     def _take_over(self) -> None:
@@ -93,7 +100,8 @@ class Verifier:
             if self._ledger.redeliver(shard, stream, "verifiers", "raw", self.name, int(1000 * quiet), BATCH):
                 self._backlog = True
 
-    def _handle(self, shard: int, entries: list[Entry]) -> None:
+    def _handle(self, shard: int, entries: list[Entry]) -> int:
+        """Verify each or refuse it; returns how many there were."""
         self._hand = entries
         for entry in entries:
             try:
@@ -105,6 +113,7 @@ class Verifier:
                 log.debug("group refused", entry=entry.id, reason=refusal.reason, detail=refusal.detail)
                 self._ledger.refuse(shard, "verifiers", entry, "raw", refusal.reason, refusal.detail, self.name)
         self._hand = []
+        return len(entries)
 
     def _verify(self, entry: Entry) -> None:
         raw, generator = unseal(RawGroup, entry.data, self._directory.lookup)
