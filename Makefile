@@ -16,9 +16,8 @@ help: ## this list
 setup: $(STAMP) ## make .venv and install grapevine with everything it needs
 	@echo "grapevine is ready in .venv; next: make demo"
 
-demo: $(STAMP) ## train a small swarm on this machine, then print its report
+demo: $(STAMP) ## train a small swarm on this machine and print what came of it
 	@$(BIN)/grapevine up configs/demo.yaml --fresh
-	@$(BIN)/grapevine report demo
 
 test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
