@@ -135,6 +135,10 @@ class Learner:
         lockstep = self._ledger.clock.unit == "round"
         self._account.poll(0 if ready or lockstep else WAIT_MS if not self._evaluations else 50)
         self._tend()
+        stale = self._stale()
+        if stale:
+            # They will not train: without this, a batch gone stale would take the place of the one the round waits for.
+            self._account.top_up(self._state.round, self._announcement(), self._limit() + len(stale))
         own = self._take_own()
         if len(own) >= self._node.mix.own:
             self._round(own)
@@ -195,10 +199,14 @@ class Learner:
     # --- one round ---
 
     def _take_own(self) -> list[Arrived]:
-        """The oldest I groups in order number that are fresh enough, with those too stale before them."""
+        """The oldest I groups in order number that are fresh enough."""
         arrived = sorted(self._account.waiting.values(), key=lambda one: one.number)
         fresh = [one for one in arrived if self._staleness(one) <= self._node.max_staleness]
         return fresh[: self._node.mix.own]
+
+    def _stale(self) -> list[Arrived]:
+        """What has arrived and is too old to train; the next round filters it."""
+        return [one for one in self._account.waiting.values() if self._staleness(one) > self._node.max_staleness]
 
     def _staleness(self, arrived: Arrived) -> int:
         """Policy steps between the oldest token of a group and the policy it would train."""
@@ -208,7 +216,7 @@ class Learner:
     def _round(self, own: list[Arrived]) -> None:
         node, started = self._node, time.monotonic()
         round = self._state.round + 1
-        stale = [one for one in self._account.waiting.values() if self._staleness(one) > node.max_staleness]
+        stale = self._stale()
         drawn = draw_swarm(
             self._swarm, self._ledger, self._directory.lookup, self.name, node.mix.swarm,
             Random(f"{self._settings.seed} {self.name} draw {round}"),

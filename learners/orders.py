@@ -139,6 +139,14 @@ class Account:
         self._asked = {number: asked for number, asked in self._asked.items() if not state.is_settled(number)}
         self._questions = {number: asked for number, asked in self._questions.items() if not state.is_settled(number)}
 
+    def top_up(self, round: int, policy: bytes, limit: int) -> None:
+        """Order up to `limit` outstanding between two rounds. Raises Fenced when another learner took over."""
+        fresh = range(self.state.next, self.state.next + self.room(limit))
+        if fresh:
+            orders = [self._sealed(number) for number in fresh]
+            self.state = self.state.extended(fresh.stop)
+            self._ledger.settle(self._target, self._incarnation, round, self._totals(), policy, orders=orders, force=True)
+
     def reconcile(self, round: int, policy: bytes) -> None:
         """Bring the server in line with the state, whatever it remembers, and order up to the limit.
 

@@ -522,7 +522,7 @@ def test_waiting_for_a_policy_wears_no_order_out(site: Site, monkeypatch: pytest
 
 
 def test_no_worker_restarts_under_fire(tmp_path: Path, server: EmbeddedServer) -> None:
-    """Real processes, a thousand hostile messages on each work stream while they train."""
+    """Real processes, ten thousand hostile messages on each work stream while they train."""
     settings = settings_for(tmp_path, server.url, nodes=2).model_copy(update={"run": "under-fire", "shards": 1})
     settings = Settings.model_validate(settings.model_dump())
     settings.run_folder.mkdir(parents=True)
@@ -541,11 +541,13 @@ def test_no_worker_restarts_under_fire(tmp_path: Path, server: EmbeddedServer) -
     streams = {"orders": ledger.keys.orders("node-0"), "raw": ledger.keys.raw(0), "own": ledger.keys.own("node-0")}
     for label, stream in streams.items():
         random = Random(label)
-        for _ in range(1000):
-            ledger.redis.xadd(stream, {"m": b"\xc1" + random.randbytes(50)})
+        pipeline = ledger.redis.pipeline(transaction=False)
+        for _ in range(MESSAGES):
+            pipeline.xadd(stream, {"m": b"\xc1" + random.randbytes(50)})
+        pipeline.execute()
     while True:
         counts = ledger.counts()
-        if all(counts.get(f"refused:{label}:malformed", 0) >= 1000 for label in streams):
+        if all(counts.get(f"refused:{label}:malformed", 0) >= MESSAGES for label in streams):
             break
         assert time.monotonic() < deadline, counts
         fleet.tend()
@@ -556,6 +558,6 @@ def test_no_worker_restarts_under_fire(tmp_path: Path, server: EmbeddedServer) -
         fleet.tend()
         time.sleep(0.05)
     assert fleet.restarts == 0
-    assert {label: ledger.counts()[f"refused:{label}:malformed"] for label in streams} == dict.fromkeys(streams, 1000)
+    assert {label: ledger.counts()[f"refused:{label}:malformed"] for label in streams} == dict.fromkeys(streams, MESSAGES)
     assert fleet.end() == []
     assert ledger.books("node-0").lost == 0
