@@ -77,12 +77,12 @@ class UpdateSettings(_Section):
 
 
 class EvaluateSettings(_Section):
-    """Evaluation on held-out questions while training."""
+    """Evaluation on held-out questions: one greedy completion of each, and some sampled ones."""
 
     every: int = Field(100, ge=0, description="rounds between evaluations; 0: only before the first and after the last")
-    questions: int = Field(64, ge=0)
-    completions: int = Field(4, ge=1)
-    temperature: float = Field(1.0, ge=0.0)
+    questions: int = Field(64, ge=0, description="distinct held-out questions, fewer where the tasks have fewer; 0: never")
+    completions: int = Field(4, ge=1, le=1024, description="sampled completions per question, for pass@k up to this k")
+    temperature: float = Field(1.0, gt=0.0, le=10.0, description="of the sampled completions")
 
 
 class NodeSettings(_Section):
@@ -133,6 +133,31 @@ class SwarmSettings(_Section):
     max_age: int = Field(600, ge=1)
 
 
+class OwnTaskSettings(_Section):
+    """A task of one's own: a JSONL file of questions, or a Python function that makes them."""
+
+    file: Path | None = Field(None, description="JSONL: question, answer and optionally scorer on each line")
+    function: str | None = Field(None, description="`module:function` or `file.py:function`: seed to question")
+    scorer: Literal["exact", "numeric", "math", "choice"] = Field("exact", description="how answers are compared")
+    settings: dict[str, Any] = Field({}, description="keyword arguments of the function")
+
+
+class SinkSettings(_Section):
+    """Where else a learner writes its figures."""
+
+    tensorboard: bool = Field(False, description="event files under the run's folder")
+    wandb: str | None = Field(None, description="project at Weights & Biases")
+
+
+class ControlSettings(_Section):
+    """Control jobs: evaluations, exports, reports, pruning."""
+
+    replicas: int = Field(0, ge=0, description="control workers that `up` starts")
+    evaluate_rounds: int = Field(0, ge=0, description="evaluate every node each time so many rounds passed; 0: never")
+    evaluate_minutes: float = Field(0, ge=0, description="evaluate every node so often; 0: never")
+    retries: int = Field(3, ge=0, description="how often a failed job is tried again")
+
+
 class Settings(BaseSettings):
     """A whole run."""
 
@@ -157,6 +182,9 @@ class Settings(BaseSettings):
     generators: GeneratorSettings = GeneratorSettings()
     verifiers: VerifierSettings = VerifierSettings()
     swarm: SwarmSettings = SwarmSettings()
+    control: ControlSettings = ControlSettings()
+    sinks: SinkSettings = SinkSettings()
+    own_tasks: dict[NamePattern, OwnTaskSettings] = Field({}, description="tasks of one's own, to be named in `tasks`")
 
     @classmethod
     def settings_customise_sources(

@@ -26,7 +26,7 @@ from common.server import ServerRefused
 from common.settings import Settings, SettingsError
 from common.worker import TRANSIENT
 from grapevine.progress import Progress
-from grapevine.report import summary
+from grapevine.report.summary import summary
 from grapevine.server import EmbeddedServer
 from grapevine.supervisor import Supervisor
 
@@ -76,7 +76,7 @@ def with_models(settings: Settings) -> Settings:
     """The settings with `starter` replaced by the folder of the starter model, which is made when it is not there."""
     if all(settings.for_node(name).model != "starter" for name in settings.node_names()):
         return settings
-    from grapevine.starter import starter_folder
+    from grapevine.starter.model import starter_folder
 
     model = str(starter_folder())
     nodes = settings.nodes

@@ -34,7 +34,7 @@ def make_tiny_model(folder: Path, tied: bool) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from common.tasks import PRESETS, build, draw
-    from grapevine.starter_tokenizer import build_tokenizer
+    from grapevine.starter.tokenizer import build_tokenizer
 
     items = [build(draw(PRESETS["starter"], 0, number, held_out=False)) for number in range(64)]
     tokenizer = build_tokenizer([(item.text, item.answer) for item in items])

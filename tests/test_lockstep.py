@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grapevine.starter import make_starter
+from grapevine.starter.model import make_starter
 from learners.journal import read
 
 NODES = ("node-0", "node-1", "node-2")

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import chat
 from common.tasks import PRESETS, build, draw, is_held_out, seed_base_of
-from grapevine import starter_warmup
-from grapevine.starter import make_starter
+from grapevine.starter import warmup as starter_warmup
+from grapevine.starter.model import make_starter
 
 STEPS = 3
 

@@ -21,8 +21,8 @@ from transformers.utils import logging
 
 from common.chat import SYSTEM_PROMPT
 from common.tasks import PRESETS, TaskSpec
-from grapevine.starter_tokenizer import CHAT_TEMPLATE, build_tokenizer
-from grapevine.starter_warmup import HEAD, exchanges_of, warm_up
+from grapevine.starter.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from grapevine.starter.warmup import HEAD, exchanges_of, warm_up
 
 RECIPE = 1  # raise it when the same arguments make another model than before
 MARKER = "starter.json"

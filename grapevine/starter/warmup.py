@@ -23,7 +23,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from common.chat import completion_ids, prompt_ids
 from common.tasks import TaskRefused, TaskSpec, build, draw, seed_base_of
-from grapevine.starter_tokenizer import CLOSE, OPEN
+from grapevine.starter.tokenizer import CLOSE, OPEN
 
 QUESTIONS = 4000
 BATCH = 48

@@ -1,0 +1,1 @@
+"""What a run came to: figures and pictures, from the files it left behind."""

@@ -1,0 +1,1 @@
+"""The starter model: tokenizer, warm-up and folder of a tiny model for trying things out."""
