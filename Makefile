@@ -8,10 +8,10 @@ FAULTS ?= 300
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint chaos bench clean
+.PHONY: help setup demo test lint chaos bench pictures reference clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## make .venv and install grapevine with everything it needs
 	@echo "grapevine is ready in .venv; next: make demo"
@@ -33,6 +33,12 @@ chaos: $(STAMP) ## kill parts of a running swarm at random and check the books (
 
 bench: $(STAMP) ## how many rollouts the transport carries on this machine
 	@$(BIN)/python -m benchmarks.transport
+
+reference: $(STAMP) ## write docs/configuration.md anew from the settings in the code
+	@$(BIN)/grapevine settings --write docs/configuration.md
+
+pictures: $(STAMP) ## make the pictures of README and docs from a real run (needs Chromium)
+	@sh tools/pictures.sh
 
 clean: ## remove .venv, caches and build folders; runs/ stays
 	@rm -rf .venv build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -35,9 +35,9 @@ class Keys:
         """Hash: order id -> deadline. Its length is what the autoscaler reads."""
         return self._shard(shard, "open")
 
-    def raw(self, shard: int) -> str:
-        """Stream of raw groups."""
-        return self._shard(shard, "raw")
+    def raw(self, shard: int, site: str) -> str:
+        """Stream of one site's raw groups: its verifiers read no others."""
+        return self._shard(shard, f"raw:{site}")
 
     def counts(self, shard: int) -> str:
         """Hash of totals: scored:<purpose>, shared, duplicates, redelivered, refused:<stream>:<reason>, ..."""
@@ -80,6 +80,10 @@ class Keys:
     def targets(self) -> str:
         """Hash: target -> site."""
         return self._run("targets")
+
+    def invitation(self) -> str:
+        """String: the facts that another machine needs to join."""
+        return self._run("invitation")
 
     def workers(self) -> str:
         """Hash: worker -> heartbeat."""

@@ -19,10 +19,13 @@ from typing import Any
 
 import msgspec
 import redis
+import structlog
 
 from common.clock import Clock
 from common.keys import Keys
 from common.messages import Order
+
+log = structlog.get_logger()
 
 QUARANTINE_KEPT = 200
 QUARANTINE_HEAD = 2048
@@ -65,12 +68,17 @@ class Books:
 
 
 class Ledger:
-    """The streams and scripts of one run, for all roles. Holds no state but the connection."""
+    """The streams and scripts of one run, for all roles. Holds no state but the connection, and what it warned of.
 
-    def __init__(self, client: redis.Redis, keys: Keys, clock: Clock) -> None:
+    `site` says whose raw groups `answer`, `take_raw` and `publish` deal with.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, clock: Clock, site: str = "local") -> None:
         self.redis: Any = client
         self.keys = keys
         self.clock = clock
+        self.site = site
+        self._newer: set[str] = set()
         folder = resources.files("common") / "lua"
         self._scripts = {
             name: client.register_script((folder / f"{name}.lua").read_text())
@@ -171,14 +179,14 @@ class Ledger:
 
     def answer(self, target: str, entry_id: str, message: bytes) -> None:
         """Hand in a raw group and finish its order's entry, atomically."""
-        names = [self.keys.orders(target), self.keys.raw(self.keys.shard_of(target))]
+        names = [self.keys.orders(target), self.raw(self.keys.shard_of(target))]
         self._scripts["answer"](names, [entry_id, self.clock.stream_id(), message])
 
     # --- verifier ---
 
     def take_raw(self, shard: int, me: str, count: int, wait_ms: int, backlog: bool = False) -> list[Entry]:
-        """Raw groups of one shard."""
-        return self._read("verifiers", me, self.keys.raw(shard), count, wait_ms, backlog)
+        """The site's raw groups of one shard."""
+        return self._read("verifiers", me, self.raw(shard), count, wait_ms, backlog)
 
     def publish(
         self,
@@ -198,7 +206,7 @@ class Ledger:
         shard = keys.shard_of(target)
         now = clock.now()
         names = [
-            keys.open(shard), keys.raw(shard), keys.own(target), keys.counts(shard),
+            keys.open(shard), self.raw(shard), keys.own(target), keys.counts(shard),
             keys.authors(shard, tag), keys.swarm(author, tag) if swarm else keys.own(target),
         ]  # fmt: skip
         expiry = max_age if clock.unit == "ms" else 0
@@ -209,6 +217,10 @@ class Ledger:
         return bool(self._scripts["publish"](names, args))
 
     # --- every role ---
+
+    def raw(self, shard: int) -> str:
+        """The stream of this site's raw groups of one shard."""
+        return self.keys.raw(shard, self.site)
 
     def refuse(self, shard: int, group: str, entry: Entry, stream: str, reason: str, detail: str, by: str) -> bool:
         """Quarantine an entry: counted once as refused:<stream>:<reason>, a sample kept."""
@@ -222,6 +234,9 @@ class Ledger:
             self.refuse(shard, group, entry, stream, "newer_schema", "no worker that could read it came within a day", by)
         else:
             self.keep([(entry.stream, entry.id)], group, by, deliveries=0)
+            if stream not in self._newer:
+                self._newer.add(stream)
+                log.warning("left for newer workers: messages that this release cannot read; update it", stream=stream)
 
     def finish(self, shard: int, group: str, entry: Entry, count: str, sample: bytes = b"") -> bool:
         """Acknowledge and delete an entry, counting it. False when somebody else finished it."""

@@ -31,3 +31,7 @@ swarm_groups = Gauge("grapevine_swarm_groups", "Swarm groups in the last round."
 books = Gauge("grapevine_books", "The ledger's books of a target, by column.", ["target", "column"])
 update_seconds = Histogram("grapevine_update_seconds", "Seconds of one round's parts.", ["part"])
 tokens_trained = Counter("grapevine_tokens_trained_total", "Completion tokens in updates.", ["origin"])
+
+# Control jobs.
+jobs = Gauge("grapevine_jobs", "Control jobs by status.", ["status"])
+job_failures = Counter("grapevine_job_failures_total", "Tries of control jobs that failed.", ["kind"])

@@ -39,7 +39,12 @@ class PolicyStore:
         """Copy a safetensors file into the store and describe it; prunes what is neither recent nor pinned."""
         place = f"{self._root}/{_file_name(version)}"
         checksum = sha256(weights)
-        self._fs.put_file(str(weights), f"{place}.part")
+        try:
+            self._fs.put_file(str(weights), f"{place}.part")
+        except OSError:
+            if self._fs.exists(f"{place}.part"):
+                self._fs.rm_file(f"{place}.part")  # on a full disk the half of it would be in the way
+            raise
         self._fs.mv(f"{place}.part", place)
         self._prune()
         return Policy(version, self._fs.unstrip_protocol(place), checksum, model)

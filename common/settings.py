@@ -16,8 +16,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableVariable
 
+from common.addresses import LOOPBACK, listen_address
 from common.messages import TAGS, Tag
-from common.tasks import TaskRefused, resolve_tasks
+from common.own_tasks import Definition
+from common.settings_checks import contradiction, unknown_variable
+from common.tasks import TaskRefused, define, resolve_tasks
 
 NamePattern = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,38}[a-z0-9])?$")]
 
@@ -33,45 +36,47 @@ class _Section(BaseModel):
 class SamplingSettings(_Section):
     """How completions are drawn."""
 
-    max_new_tokens: int = Field(256, ge=1, le=131072)
-    temperature: float = Field(1.0, gt=0.0, le=10.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    max_new_tokens: int = Field(256, ge=1, le=131072, description="longest completion, in tokens")
+    temperature: float = Field(1.0, gt=0.0, le=10.0, description="above 1 completions vary more, below 1 less")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="share of the probability that tokens are drawn from; 1: all")
 
 
 class MixSettings(_Section):
     """What one round trains on, in groups. `swarm: 0` is a silo."""
 
-    own: int = Field(4, ge=1)
-    swarm: int = Field(4, ge=0)
-    tags: tuple[Tag, ...] = ("hard", "mixed", "easy")
+    own: int = Field(4, ge=1, description="own groups per round")
+    swarm: int = Field(4, ge=0, description="groups of other nodes per round, at most; 0: none")
+    tags: tuple[Tag, ...] = Field(("hard", "mixed", "easy"), description="which groups of others to draw, by score")
     fill: bool = Field(False, description="replace missing swarm groups by further own ones that have arrived")
 
 
 class ShareSettings(_Section):
     """What the swarm may see of a node's groups."""
 
-    tags: tuple[Tag, ...] = TAGS
-    fraction: float = Field(1.0, ge=0.0, le=1.0)
+    tags: tuple[Tag, ...] = Field(TAGS, description="which of its groups are shared, by score")
+    fraction: float = Field(1.0, ge=0.0, le=1.0, description="share of its groups that the node offers; 0: none")
 
 
 class RewardSettings(_Section):
-    """The node's own reward: weights on the verifier's components."""
+    """The node's own reward: weights on the verifier's components, each of which lies between 0 and 1."""
 
-    accuracy: float = 1.0
-    format: float = 0.0
-    length: float = 0.0
+    accuracy: float = Field(1.0, description="weight of a right answer")
+    format: float = Field(0.0, description="weight of an answer in the form that was asked for")
+    length: float = Field(0.0, description="weight of a short completion")
 
 
 class UpdateSettings(_Section):
     """The policy update."""
 
-    objective: Literal["grpo"] = "grpo"
-    correction: Literal["none", "successes"] = "none"
-    learning_rate: float = Field(1e-6, ge=0.0)
-    weight_decay: float = Field(0.0, ge=0.0)
-    max_grad_norm: float = Field(1.0, gt=0.0)
-    clip_low: float = Field(0.2, ge=0.0, lt=1.0)
-    clip_high: float = Field(0.28, ge=0.0)
+    objective: Literal["grpo"] = Field("grpo", description="the loss")
+    correction: Literal["none", "successes"] = Field(
+        "none", description="of groups of others: `none` trains on all, `successes` on those above their group's mean"
+    )
+    learning_rate: float = Field(1e-6, ge=0.0, description="step size of AdamW; 0: train nothing, measure only")
+    weight_decay: float = Field(0.0, ge=0.0, description="decay of the weights, per step and unit of learning rate")
+    max_grad_norm: float = Field(1.0, gt=0.0, description="longer gradients are shortened to this norm")
+    clip_low: float = Field(0.2, ge=0.0, lt=1.0, description="how far a token's probability ratio may fall below 1")
+    clip_high: float = Field(0.28, ge=0.0, description="how far a token's probability ratio may rise above 1")
     importance_cap: float = Field(2.0, ge=1.0, description="truncation of the token-level importance weights")
     minibatch_tokens: int = Field(65536, ge=1, description="most tokens, padding included, in one forward pass")
 
@@ -90,14 +95,16 @@ class NodeSettings(_Section):
 
     model: str = Field("starter", description="a hub id, a local folder, or `starter`")
     learner: Literal["train", "none"] = Field("train", description="`none`: contributes rollouts and never trains")
-    tasks: str | list[Any] = "starter"
-    rounds: int = Field(200, ge=1)
-    group_size: int = Field(8, ge=2, le=1024)
+    tasks: str | list[Any] = Field(
+        "starter", description="a preset (`starter`, `paper9`) or a list of dataset names, each with settings or without"
+    )
+    rounds: int = Field(200, ge=1, description="updates until the node is complete")
+    group_size: int = Field(8, ge=2, le=1024, description="completions per question")
     ahead: int = Field(2, ge=1, description="batches of orders kept open")
     max_staleness: int = Field(8, ge=0, description="oldest own group, in policy steps, that still trains")
-    order_seconds: float = Field(120.0, gt=0)
-    checkpoint_every: int = Field(1, ge=1)
-    policies_kept: int = Field(8, ge=2)
+    order_seconds: float = Field(120.0, gt=0, description="seconds until an unanswered order is placed anew")
+    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
+    policies_kept: int = Field(8, ge=2, description="policy files kept, besides those that evaluations need")
     sampling: SamplingSettings = SamplingSettings()
     mix: MixSettings = MixSettings()
     share: ShareSettings = ShareSettings()
@@ -109,20 +116,20 @@ class NodeSettings(_Section):
 class GeneratorSettings(_Section):
     """The pool."""
 
-    replicas: int = Field(2, ge=0)
+    replicas: int = Field(2, ge=0, description="generators that `up` starts")
     target: str = Field("auto", description="a node's name, or `auto`")
-    engine: Literal["transformers"] = "transformers"
-    batch_orders: int = Field(16, ge=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    device: str = "auto"
+    engine: Literal["transformers"] = Field("transformers", description="what runs the model")
+    batch_orders: int = Field(16, ge=1, description="questions answered together")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the weights")
+    device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one")
 
 
 class VerifierSettings(_Section):
     """Scoring."""
 
-    replicas: int = Field(1, ge=0)
+    replicas: int = Field(1, ge=0, description="verifiers that `up` starts")
     answer_seconds: float = Field(0.2, gt=0, description="CPU seconds to score one answer")
-    memory_megabytes: int = Field(1024, ge=256)
+    memory_megabytes: int = Field(1024, ge=256, description="memory to score one answer, in MB")
     max_characters: int = Field(65536, ge=1, description="longer completions score 0")
 
 
@@ -130,7 +137,7 @@ class SwarmSettings(_Section):
     """The shared streams. `max_age` in seconds, in lockstep in rounds."""
 
     quota: int = Field(32, ge=1, description="groups kept per author and tag")
-    max_age: int = Field(600, ge=1)
+    max_age: int = Field(600, ge=1, description="how long a shared group can be drawn: seconds, in lockstep rounds")
 
 
 class OwnTaskSettings(_Section):
@@ -139,7 +146,14 @@ class OwnTaskSettings(_Section):
     file: Path | None = Field(None, description="JSONL: question, answer and optionally scorer on each line")
     function: str | None = Field(None, description="`module:function` or `file.py:function`: seed to question")
     scorer: Literal["exact", "numeric", "math", "choice"] = Field("exact", description="how answers are compared")
+    score: str | None = Field(None, description="`module:function` or `file.py:function` in place of a scorer")
     settings: dict[str, Any] = Field({}, description="keyword arguments of the function")
+    folder: Path | None = Field(None, description="where paths and modules start; default: the settings file's folder")
+    checksum: str | None = Field(None, description="of the definition; filled in when a run starts")
+
+    def definition(self, name: str) -> Definition:
+        """The same as tasks understand it."""
+        return Definition(name, **{**self.model_dump(mode="json"), "folder": str(self.folder or "")})
 
 
 class SinkSettings(_Section):
@@ -169,12 +183,17 @@ class Settings(BaseSettings):
         env_nested_delimiter="__",
     )
 
-    run: NamePattern = "swarm"
-    seed: int = Field(0, ge=0, lt=2**31)
-    site: NamePattern = "local"
-    folder: Path = Path("runs")
-    redis_url: str | None = Field(None, description="without it a server is started beside the run")
-    shards: int = Field(1, ge=1, le=1024)
+    run: NamePattern = Field("swarm", description="name of the run and of its folder")
+    seed: int = Field(0, ge=0, lt=2**31, description="decides questions and draws")
+    site: NamePattern = Field("local", description="nodes of one site share its generators and trust one another")
+    folder: Path = Field(Path("runs"), description="where runs keep their files")
+    redis_url: str | None = Field(
+        None, description="`redis://user:password@host:port/0`, `rediss://` for TLS; without it `up` starts a server"
+    )
+    listen: str = Field(
+        LOOPBACK, description="where the server that `up` starts is reached: an address of this machine, or address:port"
+    )
+    shards: int = Field(1, ge=1, le=1024, description="parts that the nodes' streams are spread over, for Redis Cluster")
     redeliver_seconds: float = Field(15.0, gt=0, description="a worker silent for so long loses its entries to others")
     policies_url: str | None = Field(None, description="fsspec URL for policy files; default: a folder of the run")
     node: NodeSettings = NodeSettings()
@@ -197,6 +216,12 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Files, environment and flags arrive merged as arguments (see `load`)."""
         return (init_settings,)
+
+    @field_validator("listen")
+    @classmethod
+    def _an_address(cls, value: str) -> str:
+        listen_address(value)
+        return value
 
     @field_validator("nodes")
     @classmethod
@@ -236,6 +261,11 @@ def load(path: Path | None, flags: list[str] | None = None) -> Settings:
 
     Raises SettingsError.
     """
+    return from_tree(read_tree(path, flags), path)
+
+
+def read_tree(path: Path | None, flags: list[str] | None = None) -> dict[str, Any]:
+    """What file, environment and flags set, nothing else and not checked yet. Raises SettingsError."""
     tree: dict[str, Any] = {}
     if path is not None:
         try:
@@ -244,6 +274,8 @@ def load(path: Path | None, flags: list[str] | None = None) -> Settings:
             raise SettingsError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
         if not isinstance(tree, dict):
             raise SettingsError(f"{path} must hold settings as `key: value`, not a {type(tree).__name__}")
+    if wrong := unknown_variable(os.environ, Settings.model_fields):
+        raise SettingsError(wrong)
     # Only what the environment names: a model would bring the defaults of its other fields along.
     try:
         tree = merged(tree, EnvSettingsSource(Settings)())
@@ -256,12 +288,35 @@ def load(path: Path | None, flags: list[str] | None = None) -> Settings:
     odd = [key for key in tree if not isinstance(key, str)]
     if odd:
         raise SettingsError(f"unknown setting {odd[0]}; the names of settings are words")
+    return tree
+
+
+def from_tree(tree: dict[str, Any], path: Path | None) -> Settings:
+    """The settings that a tree comes to, checked; `path` is the file it came from. Raises SettingsError."""
     try:
         settings = Settings(**tree)
     except ValidationError as error:
         raise SettingsError(_sentence(error)) from None
+    if wrong := contradiction(settings):
+        raise SettingsError(wrong)
+    settings = _define_tasks(settings, path.absolute().parent if path is not None else Path.cwd())
     _check_tasks(settings)
     return settings
+
+
+def _define_tasks(settings: Settings, folder: Path) -> Settings:
+    """Make tasks of one's own known to this process; their paths become absolute, so that workers find them too."""
+    defined: dict[str, OwnTaskSettings] = {}
+    for name, own in settings.own_tasks.items():
+        start = folder / (own.folder or "")
+        file = start / own.file if own.file is not None else None
+        task = own.model_copy(update={"folder": start, "file": file})
+        try:
+            checksum = define(task.definition(name))
+        except TaskRefused as error:
+            raise SettingsError(str(error)) from None
+        defined[name] = task.model_copy(update={"checksum": checksum})
+    return settings.model_copy(update={"own_tasks": defined})
 
 
 def _check_tasks(settings: Settings) -> None:

@@ -14,6 +14,8 @@ import msgspec
 from reasoning_gym.factory import DATASETS
 
 SETTINGS_BYTES = 4096
+TEXT_CHARACTERS = 32_768
+"""Most characters of a question and its answer."""
 DEPTH = 4
 
 _HASH_ORDER = "its questions depend on the hash seed of the process or on a shared random state, so nobody can rebuild them"
@@ -94,6 +96,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """End of a sentence that suggests the valid name most like this one; "" when none is like it."""
     close = difflib.get_close_matches(name[:80], list(valid), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""
+
+
+def look_up_anew() -> None:
+    """Forget the settings of all tasks: one has been defined, or defined otherwise."""
+    _defaults.cache_clear()
 
 
 @functools.cache

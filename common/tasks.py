@@ -1,4 +1,6 @@
-"""ReasoningGYM behind one small interface: a question is (task, settings, seed, index) and rebuilt from that alone.
+"""All tasks behind one small interface: a question is (task, settings, seed, index) and rebuilt from that alone.
+
+A task is a ReasoningGYM dataset, or one of one's own that was registered as such (`common.own_tasks`).
 
 Guaranteed here: the same question gives the same item in every process, whatever PYTHONHASHSEED is and whatever was
 built before; what cannot be rebuilt, or cannot be scored without executing the answer, is refused with one sentence;
@@ -18,11 +20,13 @@ import msgspec
 from reasoning_gym.code.contrib.bfit.Compiler import Optimizer
 from reasoning_gym.factory import DATASETS
 
-from common.task_settings import REFUSED, UNREPRODUCIBLE, TaskRefused, check_task, nearest
+from common.own_tasks import CHECKSUM, Definition, check_definition, register, source_of
+from common.task_settings import REFUSED, TEXT_CHARACTERS, UNREPRODUCIBLE, TaskRefused, check_task, nearest
 
 __all__ = [
     "PRESETS",
     "REFUSED",
+    "TEXT_CHARACTERS",
     "UNREPRODUCIBLE",
     "Components",
     "Item",
@@ -31,6 +35,7 @@ __all__ = [
     "TaskSpec",
     "build",
     "check",
+    "define",
     "draw",
     "is_held_out",
     "resolve_tasks",
@@ -42,7 +47,6 @@ vars(Optimizer)["print"] = lambda *args, **kwargs: None
 
 SEEDS = 2**62
 INDICES = 2**20
-TEXT_CHARACTERS = 32_768
 HELD_OUT_ONE_IN = 16
 
 # A node owns a block of seeds. Order `number` tries the seeds at seed_base + number * stride onwards. A training draw
@@ -58,7 +62,7 @@ Share = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
 
 
 class TaskSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A ReasoningGYM dataset with the settings (JSON values) that differ from its defaults."""
+    """A dataset with the settings (JSON values) that differ from its defaults."""
 
     name: str
     settings: dict[str, Any] = {}
@@ -81,7 +85,7 @@ class Item(msgspec.Struct, frozen=True):
     answer: str
     entry: dict[str, Any]
     dataset: Any
-    """The ReasoningGYM dataset that made the entry: some scorers need what it holds. Never sent anywhere."""
+    """The dataset that made the entry: some scorers need what it holds. Never sent anywhere."""
 
 
 class Components(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,13 +130,26 @@ PRESETS: dict[str, tuple[TaskSpec, ...]] = {
 }
 
 
+def define(definition: Definition) -> str:
+    """Make a task of one's own known to this process, in place of any other of its name; returns its checksum.
+
+    Raises:
+        TaskRefused: one sentence on what is wrong with it.
+    """
+    if definition.name in PRESETS:
+        raise TaskRefused(f"own_tasks.{definition.name}: there is a preset of this name; choose another")
+    return register(definition)
+
+
 def check(question: Question) -> None:
     """Refuse what can be refused without running ReasoningGYM: cheap and bounded for any question.
 
     Raises:
-        TaskRefused: unknown or refused task, seed or index out of range, a setting of an unknown name or wrong type.
+        TaskRefused: unknown or refused task, seed or index out of range, a setting of an unknown name or wrong type, a
+            task of one's own that is defined otherwise here.
     """
     check_task(question.task, question.settings)
+    check_definition(question.task, question.settings)
     for field, value, end in (("seed", question.seed, SEEDS), ("index", question.index, INDICES)):
         if type(value) is not int or not 0 <= value < end:
             raise TaskRefused(f"{field} must be a whole number from 0 to below {end}")
@@ -155,6 +172,8 @@ def build(question: Question) -> Item:
             entry = dataset[question.index]
     except Exception as error:
         cause = str(error)[:200] or type(error).__name__
+        if source_of(question.task) is not None:
+            raise TaskRefused(f"task '{question.task}' makes no question at seed {question.seed}: {cause}") from error
         raise TaskRefused(f"task '{question.task}' does not accept these settings, correct them: {cause}") from error
     text = entry["question"]
     answer = entry["answer"]
@@ -241,13 +260,24 @@ def draw(tasks: tuple[TaskSpec, ...], seed_base: int, number: int, held_out: boo
     if failure is not None and not built:
         raise failure
     side = "held-out" if held_out else "training"
-    raise TaskRefused(f"task '{spec.name}' has no {side} question in {attempts} attempts; widen its settings")
+    raise TaskRefused(f"task '{spec.name}' has no {side} question in {attempts} attempts; {_remedy(spec.name)}")
+
+
+def _remedy(task: str) -> str:
+    source = source_of(task)
+    if source is None or not source.entries:
+        return "widen its settings"
+    held_out = sum(is_held_out(entry.text) for entry in source.entries)
+    return (
+        f"{held_out} of the {len(source.entries)} lines of {source.definition.file} are held out (1 text in 16, by its "
+        f"hash): add lines, or do without evaluations (evaluate.questions: 0)"
+    )
 
 
 def _spec(entry: Any) -> TaskSpec:
-    if isinstance(entry, TaskSpec):
-        return entry
     try:
-        return TaskSpec(entry) if isinstance(entry, str) else msgspec.convert(entry, TaskSpec)
+        spec = TaskSpec(entry) if isinstance(entry, str) else msgspec.convert(entry, TaskSpec)
     except msgspec.ValidationError as error:
         raise TaskRefused(f"tasks: each is a dataset name or a mapping of name and settings: {error}") from error
+    source = source_of(spec.name)
+    return TaskSpec(spec.name, {**spec.settings, CHECKSUM: source.checksum}) if source is not None else spec

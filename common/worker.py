@@ -9,6 +9,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import errno
 import signal
 import threading
 import time
@@ -25,6 +26,7 @@ from common import metrics
 from common.directory import HEARTBEAT_SECONDS, Directory
 from common.ledger import Ledger
 from common.server import ServerChanged
+from common.settings import SettingsError
 
 TRANSIENT = (
     redis.ConnectionError,
@@ -136,7 +138,7 @@ class Loop:
 def serve_health(loop: Loop, port: int, stalled_after: float = 600.0) -> ThreadingHTTPServer:
     """Serve /healthz (the loop turns), /readyz (joined to the server) and /metrics on `port`, in the background.
 
-    A step longer than `stalled_after` seconds makes the worker unhealthy.
+    A step longer than `stalled_after` seconds makes the worker unhealthy. Raises SettingsError when the port is taken.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -161,6 +163,10 @@ def serve_health(loop: Loop, port: int, stalled_after: float = 600.0) -> Threadi
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
+    try:
+        server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
+    except (OSError, OverflowError) as error:
+        reason = "it is in use" if getattr(error, "errno", None) == errno.EADDRINUSE else " ".join(str(error).split())
+        raise SettingsError(f"--port {port} cannot be served: {reason}; choose another port, or 0 for none") from None
     threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
     return server

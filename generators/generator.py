@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from common import metrics
-from common.directory import Directory
+from common.directory import Directory, Policy
 from common.identity import Identity, unseal
 from common.ledger import Entry, Ledger
 from common.messages import NewerSchema, Order, RawGroup, Refused, Version
@@ -28,6 +28,7 @@ from generators.pool import Pool
 log = structlog.get_logger()
 
 IDLE_WAIT_MS = 100
+RETRY_SECONDS = 10.0
 
 
 class Generator:
@@ -58,6 +59,7 @@ class Generator:
         self._hand: list[tuple[Entry, Order, bytes]] = []
         self._model: str | None = None
         self._read: set[str] = set()
+        self._failed: dict[str, tuple[Policy, float]] = {}
         self._looked_for_quiet: dict[str, float] = {}
         self._tokens = 0
         self._groups = 0
@@ -156,7 +158,7 @@ class Generator:
         policy = self._directory.policy(target)
         if policy is None:
             return False
-        if self._loaded != (target, policy.version):
+        if self._loaded != (target, policy.version) and not self._failed_lately(target, policy):
             try:
                 if policy.model != self._model:
                     self._loaded = None
@@ -172,10 +174,17 @@ class Generator:
             except (BadPolicy, PolicyUnusable) as error:
                 metrics.policies_refused.labels(getattr(error, "reason", "shape")).inc()
                 log.warning("policy not loaded", target=target, version=str(policy.version), detail=str(error))
+                if isinstance(error, PolicyUnusable):
+                    self._failed[target] = (policy, time.monotonic())
         if self._loaded is None or self._loaded[0] != target:
             return False
         serving = self._loaded[1]
         return all(order.lowest <= serving for _, order, _ in self._hand)
+
+    def _failed_lately(self, target: str, policy: Policy) -> bool:
+        """Whether a model or policy that cannot be used was tried within RETRY_SECONDS: others are served meanwhile."""
+        failed, at = self._failed.get(target, (None, 0.0))
+        return failed == policy and time.monotonic() - at < RETRY_SECONDS
 
     def _answer(self, target: str) -> None:
         shard = self._ledger.keys.shard_of(target)

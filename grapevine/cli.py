@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from contextlib import suppress
 from typing import NoReturn
 
 import typer
@@ -13,7 +14,7 @@ from common.guard import check_imports
 check_imports()  # before anything else is imported from a folder that may not be ours
 
 # ruff: noqa: E402
-from grapevine.commands import results, run, setup
+from grapevine.commands import control, evaluate, join, results, run, setup, status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,29 +24,57 @@ app = typer.Typer(
 )
 app.command()(run.up)
 app.command()(run.worker)
+app.command()(join.invite)
+app.command()(join.join)
+app.command(name="eval")(evaluate.evaluate)
 app.command()(results.report)
+app.command()(results.leaderboard)
+app.command()(status.status)
+app.command()(setup.init)
+app.command()(setup.doctor)
+app.command()(setup.settings)
 app.command()(setup.starter)
+app.command()(control.control)
+app.add_typer(control.jobs, name="jobs")
+app.command()(control.export)
+app.command()(control.prune)
 
 
 def main() -> NoReturn:
     """Entry point of the `grapevine` command."""
+    import redis
+
     from common.directory import NameTaken
     from common.ledger import Fenced
-    from common.server import ServerRefused
+    from common.server import ServerRefused, denied
     from common.settings import SettingsError
     from common.tasks import TaskRefused
     from common.worker import BUG_EXIT_CODE
-    from grapevine.supervisor import GaveUp
+    from grapevine.disk import disk_trouble
+    from grapevine.running.supervisor import GaveUp
 
     try:
         app()
     except (SettingsError, TaskRefused, ServerRefused, NameTaken, Fenced) as error:
-        print(f"grapevine: {error}", file=sys.stderr)
+        _say(error)
         sys.exit(2)
     except GaveUp as error:
-        print(f"grapevine: {error}", file=sys.stderr)
+        _say(error)
         sys.exit(1)
-    except Exception:
+    except (redis.ConnectionError, redis.TimeoutError) as error:
+        _say(f"the server does not answer: {' '.join(str(error).split())}; start it, or correct redis_url or REDIS_URL")
+        sys.exit(1)
+    except Exception as error:
+        sentence = denied(error) or disk_trouble(error)
+        if sentence is not None:
+            _say(sentence)
+            sys.exit(2)
         traceback.print_exc()
         sys.exit(BUG_EXIT_CODE)
     sys.exit(0)
+
+
+def _say(what: object) -> None:
+    """One sentence on standard error."""
+    with suppress(OSError):  # a log on a full disk: the exit code must get through all the same
+        print(f"grapevine: {what}", file=sys.stderr, flush=True)

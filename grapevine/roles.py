@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from common.directory import Directory
 from common.identity import Identity
 from common.ledger import Ledger
 from common.run import open_run
-from common.settings import Settings, SettingsError
+from common.settings import NodeSettings, Settings, SettingsError
 from common.worker import Loop, Worker
 from generators.engines.base import Engine
 from generators.generator import Generator
 from learners.learner import Learner
 from verifiers.verifier import Scorer, Verifier
+
+if TYPE_CHECKING:
+    from learners.update import PolicyTrainer
+    from verifiers.sandbox import Sandbox
 
 
 def make_engine(settings: Settings) -> Engine:
@@ -27,30 +33,42 @@ def make_generator(name: str, settings: Settings, ledger: Ledger, directory: Dir
     return Generator(name, settings, ledger, directory, identity, engine, settings.run_folder / "cache" / name)
 
 
-def make_verifier(name: str, settings: Settings, ledger: Ledger, directory: Directory) -> Verifier:
-    """A verifier with a fresh key and a sandbox of its own."""
+def make_scorer(settings: Settings) -> Sandbox:
+    """The sandbox that the settings ask for."""
     from verifiers.child import Limits
     from verifiers.sandbox import Sandbox
 
     limits = settings.verifiers
-    scorer: Scorer = Sandbox(Limits(answer=limits.answer_seconds, memory=limits.memory_megabytes * 2**20))
+    own_tasks = [own.definition(task) for task, own in settings.own_tasks.items()]
+    return Sandbox(Limits(answer=limits.answer_seconds, memory=limits.memory_megabytes * 2**20), own_tasks)
+
+
+def make_verifier(name: str, settings: Settings, ledger: Ledger, directory: Directory) -> Verifier:
+    """A verifier with a fresh key and a sandbox of its own."""
+    scorer: Scorer = make_scorer(settings)
     return Verifier(name, settings, ledger, directory, Identity.fresh("verifier", name, settings.site), scorer)
+
+
+def make_trainer(model: str, node: NodeSettings, name: str) -> PolicyTrainer:
+    """The model that `name` trains. Raises SettingsError when it is none."""
+    from safetensors import SafetensorError
+
+    from grapevine.models import examine_model
+    from learners.update import PolicyTrainer
+
+    try:
+        examine_model(model)
+        return PolicyTrainer(model, node)
+    except (SettingsError, OSError, ValueError, SafetensorError) as error:  # the last: weights cut short by a download
+        reason = " ".join(str(error).split())
+        raise SettingsError(f"the model {model} of {name} cannot be loaded: {reason}") from error
 
 
 def make_learner(node: str, settings: Settings, ledger: Ledger, directory: Directory) -> Learner:
     """A learner with its node's key and its model."""
-    from safetensors import SafetensorError
-
-    from learners.update import PolicyTrainer
-
     identity = Identity.kept("node", node, settings.site, settings.run_folder / "nodes" / node / "key")
-    model = settings.for_node(node).model
-    try:
-        trainer = PolicyTrainer(model, settings.for_node(node))
-    except (OSError, ValueError, SafetensorError) as error:  # the last: weights cut short by a broken download
-        reason = " ".join(str(error).split())
-        raise SettingsError(f"the model {model} of {node} cannot be loaded: {reason}") from error
-    return Learner(node, settings, ledger, directory, identity, trainer, model)
+    own = settings.for_node(node)
+    return Learner(node, settings, ledger, directory, identity, make_trainer(own.model, own, node), own.model)
 
 
 def make_loop(role: str, name: str, settings: Settings) -> Loop:

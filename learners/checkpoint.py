@@ -7,6 +7,7 @@ Guarantees: a checkpoint appears whole or not at all (written aside, synced, ren
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -18,11 +19,11 @@ import structlog
 from common.directory import Policy
 from common.messages import Version
 from common.policies import sha256
+from common.settings import SettingsError
 from learners.orders import AccountState
 
 log = structlog.get_logger()
 
-KEPT = 2
 STATE_FILE = "state.json"
 WEIGHTS_FILE = "model.safetensors"
 
@@ -58,14 +59,18 @@ class Tensors(Protocol):
 class Checkpoints:
     """The checkpoints of one node, the newest last by (incarnation, round)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kept: int = 2) -> None:
         self._folder = folder
+        self._kept = kept
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob("*.part"):
+
+    def sweep(self) -> None:
+        """Clear away what an earlier life began to write. Only for the one who writes here: others may be looking on."""
+        for leftover in self._folder.glob("*.part"):
             shutil.rmtree(leftover)
 
     def save(self, state: LearnerState, tensors: Tensors) -> Path:
-        """Write a checkpoint durably; returns its folder. Older ones beyond the last two go.
+        """Write a checkpoint durably; returns its folder. The oldest go.
 
         A round saved before in this incarnation has the same tensors: only the state is renewed.
         """
@@ -75,16 +80,14 @@ class Checkpoints:
             return final
         aside = final.with_suffix(".part")
         aside.mkdir()
-        tensors.save(aside)
-        checksums = {path.name: sha256(path) for path in sorted(aside.iterdir())}
-        state = msgspec.structs.replace(state, checksums=checksums)
-        (aside / STATE_FILE).write_bytes(_state_bytes(state))
-        for path in aside.iterdir():
-            _sync(path)
-        _sync(aside)
+        try:
+            _write(aside, state, tensors)
+        except BaseException:
+            shutil.rmtree(aside)  # on a full disk the half of it would be in the way
+            raise
         os.replace(aside, final)
         _sync(self._folder)
-        for old in self._all()[:-KEPT]:
+        for old in self._all()[: -self._kept]:
             shutil.rmtree(old)
         return final
 
@@ -98,20 +101,46 @@ class Checkpoints:
         os.replace(aside, path)
 
     def newest(self) -> tuple[LearnerState, Path] | None:
-        """The newest checkpoint that is whole, None when there is none."""
-        for folder in reversed(self._all()):
+        """The newest checkpoint that is whole, None when there is none at all.
+
+        Raises SettingsError when all are damaged: beginning anew unasked would throw the node's work away.
+        """
+        folders = self._all()
+        for folder in reversed(folders):
             try:
-                state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=LearnerState)
-                for name, checksum in state.checksums.items():
-                    found = _state_checksum(state) if name == STATE_FILE else sha256(folder / name)
-                    if found != checksum:
-                        raise ValueError(f"{name} is not what was written")
-                if STATE_FILE not in state.checksums:
-                    raise ValueError(f"{STATE_FILE} holds no checksum of itself")
-                return state, folder
+                return _read_whole(folder), folder
             except (OSError, ValueError) as error:
                 log.error("checkpoint damaged, using the one before", folder=str(folder), detail=str(error))
+        if folders:
+            raise SettingsError(
+                f"none of the {len(folders)} checkpoints in {self._folder} is whole; put a copy of one there, "
+                f"or begin the run anew with `grapevine up --fresh`"
+            )
         return None
+
+    def damaged(self) -> list[str]:
+        """The checkpoints newer than the newest whole one, by name."""
+        names = [folder.name for folder in reversed(self._all())]
+        return list(itertools.takewhile(self.fault, names))
+
+    def fault(self, name: str) -> str | None:
+        """What is wrong with the checkpoint in the folder `name`, None when it is whole."""
+        try:
+            _read_whole(self._folder / name)
+        except (OSError, ValueError) as error:
+            return str(error)
+        return None
+
+    def go_back(self, name: str, state: LearnerState) -> None:
+        """Make the checkpoint `name` the newest, with this state."""
+        self.clear(after=name)
+        self.amend(state)
+
+    def clear(self, after: str = "") -> None:
+        """Delete the checkpoints newer than `after`, by default all."""
+        for folder in self._all():
+            if folder.name > after:
+                shutil.rmtree(folder)
 
     def raise_incarnation(self) -> int:
         """A number above every earlier one of this node, remembered before it is returned."""
@@ -128,6 +157,28 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if path.is_dir() and path.suffix != ".part")
+
+
+def _write(folder: Path, state: LearnerState, tensors: Tensors) -> None:
+    """A checkpoint's files, durably."""
+    tensors.save(folder)
+    checksums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    (folder / STATE_FILE).write_bytes(_state_bytes(msgspec.structs.replace(state, checksums=checksums)))
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+
+
+def _read_whole(folder: Path) -> LearnerState:
+    """The state of a checkpoint whose files are all what was written. Raises OSError or ValueError."""
+    state = msgspec.json.decode((folder / STATE_FILE).read_bytes(), type=LearnerState)
+    for name, checksum in state.checksums.items():
+        found = _state_checksum(state) if name == STATE_FILE else sha256(folder / name)
+        if found != checksum:
+            raise ValueError(f"{name} is not what was written")
+    if STATE_FILE not in state.checksums:
+        raise ValueError(f"{STATE_FILE} holds no checksum of itself")
+    return state
 
 
 def _state_bytes(state: LearnerState) -> bytes:

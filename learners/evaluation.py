@@ -1,52 +1,79 @@
-"""An evaluation while training: held-out questions, answered by the pool under one pinned policy.
+"""An evaluation: distinct held-out questions, answered by the pool under one pinned policy, greedily and sampled.
 
-Guarantees: its orders, books and policy are those of a target of its own (`eval-<node>-<round>`), so it moves nothing of
-the training's; the questions are the same for every node and round; a restarted learner takes up what is there.
+Guarantees: its orders, books and policy are those of a target of its own (`eval-<node>-<name>`), so it moves nothing of
+any training's; the questions depend on tasks and seed alone, so they are the same for every node and round; whoever
+starts it anew takes up what is there.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
-from statistics import fmean, stdev
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from common import tasks
-from common.directory import Directory
+from common.directory import Directory, Policy
 from common.identity import Identity
 from common.ledger import Ledger
-from common.messages import Order, Sampling
-from common.settings import Settings
-from learners.checkpoint import PendingEvaluation
+from common.messages import Order, Sampling, ScoredGroup
+from common.settings import NodeSettings
 from learners.orders import Account, AccountState
+from learners.scores import Answered, summarize
 
 TEND_SECONDS = 1.0
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What an evaluation asks. Each question is answered once greedily and `completions` times by sampling."""
+
+    questions: tuple[tasks.Question, ...]
+    completions: int
+    sampling: Sampling
+    order_seconds: float
+
+    @classmethod
+    def of(cls, node: NodeSettings, specs: tuple[tasks.TaskSpec, ...], run_seed: int) -> Plan:
+        """The plan that a node's settings ask for."""
+        wanted = node.evaluate
+        sampling = Sampling(**{**node.sampling.model_dump(), "temperature": wanted.temperature})
+        questions = distinct_questions(specs, run_seed, wanted.questions)
+        # All orders are placed at once, so that the last of them waits for the others.
+        patience = node.order_seconds * (1 + len(questions) // 16)
+        return cls(questions, wanted.completions, sampling, patience)
+
+    @property
+    def orders(self) -> int:
+        """Number of orders: the first half greedy, the second sampled."""
+        return 2 * len(self.questions)
+
+
 class Evaluation:
-    """One evaluation under way."""
+    """One evaluation under way. Signed by `identity`, whose name is the node of its orders."""
 
     def __init__(
         self,
-        node: str,
-        settings: Settings,
+        name: str,
+        plan: Plan,
+        policy: Policy,
         ledger: Ledger,
         directory: Directory,
         identity: Identity,
         incarnation: int,
-        task_specs: tuple[tasks.TaskSpec, ...],
-        pending: PendingEvaluation,
     ) -> None:
-        self.pending = pending
-        self.target = f"eval-{node}-{pending.round}"
-        self._node = node
-        self._site = settings.site
-        self._settings = settings.for_node(node)
+        """`name` without hyphens: a round, or the id of a job."""
+        self.policy = policy
+        self.target = f"eval-{identity.record.name}-{name}"
+        self.plan = plan
+        self._node = identity.record.name
+        self._site = identity.record.site
         self._ledger = ledger
         self._directory = directory
-        self._tasks = task_specs
-        self._seed_base = tasks.seed_base_of(settings.seed, node, held_out=True)
-        self._questions = self._settings.evaluate.questions
-        self._announcement = Directory.announcement(pending.policy)
+        self._announcement = Directory.announcement(policy)
         self._account = Account(
             ledger,
             directory.lookup,
@@ -54,53 +81,79 @@ class Evaluation:
             self.target,
             incarnation,
             self._order,
-            lambda: self._questions,
+            lambda: plan.orders,
             AccountState(),
+            attempts=sys.maxsize,  # every question counts: none is given up for another
         )
         self._tended = time.monotonic()
+
+    @property
+    def answered(self) -> int:
+        """Orders that came back."""
+        return len(self._account.waiting)
 
     def rejoin(self) -> None:
         """Place the orders, or find them where they are."""
         self._account.reconcile(0, self._announcement)
         self._directory.add_target(self.target, self._site)
 
-    def step(self) -> dict[str, Any] | None:
-        """Collect; the result once every question is answered. Mean reward is accuracy over all completions."""
-        self._account.poll()
+    def step(self, wait_ms: int = 0) -> list[ScoredGroup] | None:
+        """Collect; all groups in order number once every order is answered, and the target is gone then."""
+        self._account.poll(wait_ms)
         if time.monotonic() - self._tended > TEND_SECONDS:
             self._tended = time.monotonic()
             self._account.tend(0, self._announcement)
-        if len(self._account.waiting) < self._questions:
+        if len(self._account.waiting) < self.plan.orders:
             return None
         groups = [one.group for _, one in sorted(self._account.waiting.items())]
-        means = [fmean(c.accuracy for c in group.components) for group in groups]
-        by_task: dict[str, list[float]] = {}
-        for group, mean in zip(groups, means, strict=True):
-            by_task.setdefault(group.question.task, []).append(mean)
         self._ledger.forget_target(self.target)
-        return {
-            "round": self.pending.round,
-            "version": str(self.pending.policy.version),
-            "reward": fmean(means),
-            "standard_error": stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0,
-            "questions": len(means),
-            "completions": self._settings.evaluate.completions,
-            "by_task": {task: fmean(values) for task, values in sorted(by_task.items())},
-        }
+        return groups
 
     def _order(self, number: int) -> Order:
-        node = self._settings
-        sampling = {**node.sampling.model_dump(), "temperature": node.evaluate.temperature}
-        seconds = int(node.order_seconds * (1000 if self._ledger.clock.unit == "ms" else 1))
+        plan = self.plan
+        greedy = number < len(plan.questions)
         return Order(
             id=f"{self.target}/{number}",
             target=self.target,
             node=self._node,
             purpose="eval",
-            question=tasks.draw(self._tasks, self._seed_base, number, held_out=True),
-            completions=node.evaluate.completions,
-            sampling=Sampling(**sampling),
-            lowest=self.pending.policy.version,
-            deadline=self._ledger.clock.now() + seconds,
+            question=plan.questions[number % len(plan.questions)],
+            completions=1 if greedy else plan.completions,
+            sampling=msgspec.structs.replace(plan.sampling, temperature=0.0) if greedy else plan.sampling,
+            lowest=self.policy.version,
+            deadline=self._ledger.clock.now() + int(plan.order_seconds * (1000 if self._ledger.clock.unit == "ms" else 1)),
             share=[],
         )
+
+
+def result(groups: list[ScoredGroup]) -> dict[str, Any]:
+    """The figures of a finished evaluation (see `learners.scores`)."""
+    greedy, sampled = groups[: len(groups) // 2], groups[len(groups) // 2 :]
+    return summarize(
+        [
+            Answered(one.question.task, one.components[0].accuracy, tuple(c.accuracy for c in other.components))
+            for one, other in zip(greedy, sampled, strict=True)
+        ]
+    )
+
+
+def distinct_questions(specs: tuple[tasks.TaskSpec, ...], run_seed: int, wanted: int) -> tuple[tasks.Question, ...]:
+    """`wanted` held-out questions with different texts; fewer where the tasks have no more of them.
+
+    Tasks are drawn uniformly; one that has run out leaves its place to the others.
+    """
+    return _distinct(msgspec.json.encode(specs), run_seed, wanted)
+
+
+@functools.lru_cache(maxsize=16)
+def _distinct(specs: bytes, run_seed: int, wanted: int) -> tuple[tasks.Question, ...]:
+    drawn_from = msgspec.json.decode(specs, type=tuple[tasks.TaskSpec, ...])
+    base = tasks.seed_base_of(run_seed, "", held_out=True)
+    found: dict[str, tasks.Question] = {}
+    # Small tasks repeat themselves: past four times as many draws hardly anything new would come.
+    for number in range(4 * wanted):
+        if len(found) == wanted:
+            break
+        question = tasks.draw(drawn_from, base, number, held_out=True)
+        found.setdefault(tasks.build(question).text, question)
+    return tuple(found.values())

@@ -1,46 +1,109 @@
 """What a node writes down for people and reports: one JSON object per line.
 
-`rounds.jsonl` holds what one seed reproduces, `timing.jsonl` the wall-clock figures, `heldout.jsonl` the evaluations.
-Guarantees: a resumed learner's `rounds.jsonl` holds each round of the surviving lineage once.
+`rounds.jsonl` holds what one seed reproduces, `timing.jsonl` the wall-clock figures, `heldout.jsonl` the evaluations,
+`rollouts.jsonl` some groups to read.
+Guarantees: a resumed learner's `rounds.jsonl` holds each round of the surviving lineage once; a line is written whole or,
+cut short by a crash, left out by `read`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
+from learners.sinks import Sink
+
+FILES = ("rounds.jsonl", "timing.jsonl", "heldout.jsonl", "rollouts.jsonl")
+SMOOTH = 10
+CURVE_POINTS = 24
+
 
 class Journal:
-    """Appends to one node's files; `keep_until` is the checkpoint's round, later lines are dropped."""
+    """Appends to one node's files, and passes figures on to the sinks.
 
-    def __init__(self, folder: Path, keep_until: int) -> None:
+    `keep_until` is the checkpoint's round, later lines are dropped.
+    """
+
+    def __init__(self, folder: Path, keep_until: int, sinks: Sequence[Sink] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        for name in ("rounds.jsonl", "timing.jsonl", "heldout.jsonl"):
+        self._sinks = sinks
+        for name in FILES:
             lines = read(folder / name)
             kept = [line for line in lines if line["round"] <= keep_until]
             if len(kept) != len(lines) or (folder / name).exists():
                 aside = folder / f"{name}.new"
                 aside.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
                 os.replace(aside, folder / name)
-        self.evaluated: set[int] = {line["round"] for line in read(folder / "heldout.jsonl")}
+        evaluations = read(folder / "heldout.jsonl")
+        self.evaluated: set[int] = {line["round"] for line in evaluations}
+        # One that an earlier release wrote has no interval.
+        self._heldout = next((line for line in reversed(evaluations) if "greedy" in line), None)
+        rounds = read(folder / "rounds.jsonl")
+        self._rewards = [line["own_reward"] for line in rounds]
+        self._last: dict[str, Any] = rounds[-1] if rounds else {}
+        self._pace: deque[tuple[float, int]] = deque(maxlen=SMOOTH + 1)
 
     def round(self, record: dict[str, Any]) -> None:
         """One round's figures."""
+        self._rewards.append(record["own_reward"])
+        self._last = record
         self._append("rounds.jsonl", record)
+        for sink in self._sinks:
+            sink.write("round", record, record["round"])
 
     def timing(self, record: dict[str, Any]) -> None:
-        """One round's seconds."""
+        """One round's seconds; `at` is when it ended."""
+        self._pace.append((record["at"], self._last.get("tokens_own", 0) + self._last.get("tokens_swarm", 0)))
         self._append("timing.jsonl", record)
 
     def heldout(self, record: dict[str, Any]) -> None:
         """One evaluation's result; `evaluated` holds the rounds that have one."""
         self.evaluated.add(record["round"])
+        self._heldout = record
         self._append("heldout.jsonl", record)
+        for sink in self._sinks:
+            sink.write("heldout", record, record["round"])
+
+    def rollouts(self, records: list[dict[str, Any]]) -> None:
+        """Groups to read."""
+        for record in records:
+            self._append("rollouts.jsonl", record)
+
+    def close(self) -> None:
+        """Close the sinks; the files are whole after every line."""
+        for sink in self._sinks:
+            sink.close()
+
+    def facts(self) -> dict[str, Any]:
+        """Where the node stands, for the status screen. Read only: the heartbeat's thread calls it."""
+        rewards, last, pace = list(self._rewards), self._last, list(self._pace)
+        seconds = pace[-1][0] - pace[0][0] if len(pace) > 1 else 0.0
+        return {
+            "own_reward": fmean(rewards[-SMOOTH:]) if rewards else None,
+            "curve": curve(rewards, CURVE_POINTS),
+            "heldout": self._heldout_facts(),
+            "mix": {
+                "own": dict(Counter(last.get("own_tags", ()))),
+                "swarm": dict(Counter(last.get("swarm_tags", ()))),
+                "missing": last.get("swarm_missing", 0),
+            },
+            "staleness": last.get("staleness", 0.0),
+            "tokens_per_second": sum(tokens for _, tokens in pace[1:]) / seconds if seconds else 0.0,
+        }
+
+    def _heldout_facts(self) -> dict[str, Any] | None:
+        heldout = self._heldout
+        if heldout is None:
+            return None
+        return {**{name: heldout[name] for name in ("round", "reward", "low", "high")}, "greedy": heldout["greedy"]["rate"]}
 
     def _append(self, name: str, record: dict[str, Any]) -> None:
         with (self._folder / name).open("ab") as file:
@@ -53,6 +116,12 @@ def read(path: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_bytes().split(b"\n")
     return [msgspec.json.decode(line) for line in lines[:-1]]
+
+
+def curve(values: list[float], points: int) -> list[float]:
+    """The whole series in at most `points` means over equal slices, the last one maybe shorter."""
+    size = max(1, -(-len(values) // points))
+    return [fmean(values[start : start + size]) for start in range(0, len(values), size)]
 
 
 def question_mark(text: str) -> str:

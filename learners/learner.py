@@ -28,12 +28,13 @@ from common.messages import Order, Sampling, Version
 from common.policies import PolicyStore
 from common.settings import NodeSettings, Settings
 from common.shared_streams import SwarmReader
-from learners.advantages import rewards
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState, PendingEvaluation, Tensors
-from learners.evaluation import Evaluation
-from learners.journal import Journal, question_mark
+from learners.evaluation import Evaluation, Plan, result
+from learners.journal import Journal
 from learners.mix import Sample, draw_swarm, own_samples, swarm_samples
 from learners.orders import Account, Arrived
+from learners.record import rollout_records, rollouts_due, round_record
+from learners.sinks import open_sinks
 
 log = structlog.get_logger()
 
@@ -76,9 +77,12 @@ class Learner:
         self._seed_base = tasks.seed_base_of(settings.seed, node, held_out=False)
         self._tended = 0.0
         self._waiting_since = time.monotonic()
+        self._doing = "waits for own groups"
 
         folder = settings.run_folder / "nodes" / node
-        self._checkpoints = Checkpoints(folder / "checkpoints")
+        # A barrier may stand a round behind a learner, and the one before it must be good to fall back on.
+        self._checkpoints = Checkpoints(folder / "checkpoints", kept=3 if ledger.clock.unit == "round" else 2)
+        self._checkpoints.sweep()
         self._store = PolicyStore(
             settings.policies_url or str(settings.run_folder.resolve() / "policies"), node, self._node.policies_kept
         )
@@ -88,8 +92,11 @@ class Learner:
             self._state, folder_of_checkpoint = found
             trainer.load(folder_of_checkpoint)
             log.info("resumed", node=node, round=self._state.round)
-        self._incarnation = self._checkpoints.raise_incarnation()
-        self._journal = Journal(folder, keep_until=self._state.round)
+        # In lockstep a repeated round gives the very weights that bore its number before.
+        again = found is not None and ledger.clock.unit == "round"
+        self._incarnation = self._state.version.incarnation if again else self._checkpoints.raise_incarnation()
+        sinks = open_sinks(settings, node, settings.run_folder, self._state.round)
+        self._journal = Journal(folder, self._state.round, sinks)
         self._version = Version(self._incarnation, self._state.version.step)
         self._state = msgspec.structs.replace(self._state, version=self._version)
         self._store.pinned = {pending.policy.version for pending in self._state.evaluations}
@@ -127,6 +134,7 @@ class Learner:
         """Collect what arrived; run a round when it is complete. False when all rounds and evaluations are done."""
         self._advance_evaluations()
         if self._state.round >= self._node.rounds:
+            self._doing = "evaluates" if self._evaluations else "complete"
             if not self._evaluations:
                 return False
             time.sleep(0.05 if self._ledger.clock.unit == "ms" else 0)
@@ -141,19 +149,37 @@ class Learner:
             self._account.top_up(self._state.round, self._announcement(), self._limit() + len(stale))
         own = self._take_own()
         if len(own) >= self._node.mix.own:
+            self._doing = "updates"
             self._round(own)
+            self._doing = "waits for own groups"
         return True
 
     def drain(self) -> None:
         """Make what was trained since the last checkpoint durable."""
-        if self._durable(self._state.round):
-            self._checkpoints.amend(self._state)
-        else:
-            self._checkpoints.save(self._state, self._trainer)
+        self.checkpoint()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of what would otherwise lose its last figures."""
+        self._journal.close()
+
+    def checkpoint(self) -> tuple[Path, LearnerState]:
+        """A checkpoint of this moment, evaluations under way included: its folder and its state."""
+        return self._checkpoints.save(self._state, self._trainer), self._state
 
     def facts(self) -> dict[str, Any]:
-        """Round and open orders."""
-        return {"round": self._state.round, "rounds": self._node.rounds, "waiting": len(self._account.waiting)}
+        """Where the node stands. Called from the heartbeat's thread too: read only."""
+        return {
+            "round": self._state.round,
+            "rounds": self._node.rounds,
+            "waiting": len(self._account.waiting),
+            "wanted": self._node.mix.own,
+            "version": str(self._version),
+            "model": self._model,
+            "site": self._settings.site,
+            "state": self._doing,
+            **self._journal.facts(),
+        }
 
     def in_hand(self) -> tuple[str, list[tuple[str, str]]]:
         """Own entries have one reader; nobody takes them over."""
@@ -228,31 +254,19 @@ class Learner:
             own = own + spare[:missing]
         drawn_at = time.monotonic()
 
-        questions = [tasks.build(one.group.question).text for one in own]
-        group_rewards = [fmean(rewards(one.group.components, node.reward)) for one in own]
-        own_batch = [s for one, text in zip(own, questions, strict=True) for s in own_samples(one.group, text, node)]
+        texts = [tasks.build(one.group.question).text for one in own]
+        own_batch = [s for one, text in zip(own, texts, strict=True) for s in own_samples(one.group, text, node)]
         swarm_batch = [s for group in drawn for s in swarm_samples(group, node)]
         trains = node.learner == "train"
         figures = self._trainer.update(own_batch, swarm_batch) if trains else {}
         updated_at = time.monotonic()
 
-        record = {
-            "round": round,
-            "own_reward": fmean(group_rewards),
-            "own_group_rewards": group_rewards,
-            "own_ids": [one.number for one in own],
-            "stale_ids": [one.number for one in stale],
-            "own_tags": [one.group.tag for one in own],
-            "questions": [question_mark(text) for text in questions],
-            "staleness": fmean(self._staleness(one) for one in own),
-            "swarm_ids": [group.order_id for group in drawn],
-            "swarm_tags": [group.tag for group in drawn],
-            "swarm_missing": missing,
-            "own_tokens": sum(c.tokens for one in own for c in one.group.completions),
-            **figures,
-        }
+        staleness = fmean(self._staleness(one) for one in own)
+        record = {**round_record(round, own, stale, texts, staleness, drawn, missing, node.reward), **figures}
         # The journal comes before the checkpoint: a resumed learner drops lines its checkpoint does not know.
         self._journal.round(record)
+        if rollouts_due(round, node.rounds):
+            self._journal.rollouts(rollout_records(round, own, texts, drawn, node.reward))
         self._version = Version(self._incarnation, self._version.step + int(trains))
         self._finish(round, [one.number for one in own], [one.number for one in stale], trains)
         self._journal.timing(
@@ -328,27 +342,21 @@ class Learner:
         self._evaluations[-1].rejoin()
 
     def _evaluation(self, pending: PendingEvaluation) -> Evaluation:
-        return Evaluation(
-            self.name,
-            self._settings,
-            self._ledger,
-            self._directory,
-            self._identity,
-            self._incarnation,
-            self._tasks,
-            pending,
-        )
+        plan = Plan.of(self._node, self._tasks, self._settings.seed)
+        name = str(pending.round)
+        return Evaluation(name, plan, pending.policy, self._ledger, self._directory, self._identity, self._incarnation)
 
     def _advance_evaluations(self) -> None:
-        for evaluation in list(self._evaluations):
-            result = evaluation.step()
-            if result is None:
+        for pending, evaluation in zip(self._state.evaluations, list(self._evaluations), strict=True):
+            groups = evaluation.step()
+            if groups is None:
                 continue
-            self._journal.heldout(result)
-            metrics.heldout_reward.labels(self.name).set(result["reward"])
+            figures = {"round": pending.round, "version": str(pending.policy.version), **result(groups)}
+            self._journal.heldout(figures)
+            metrics.heldout_reward.labels(self.name).set(figures["reward"])
             self._evaluations.remove(evaluation)
-            self._store.pinned.discard(evaluation.pending.policy.version)
-            left = tuple(one for one in self._state.evaluations if one != evaluation.pending)
+            self._store.pinned.discard(pending.policy.version)
+            left = tuple(one for one in self._state.evaluations if one != pending)
             self._state = msgspec.structs.replace(self._state, evaluations=left)
 
 

@@ -28,6 +28,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny-model"), tied=True)
 
 
+@pytest.fixture(scope="session")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers rightly now and then: of one that never does, every metric file would be the same."""
+    from grapevine.starter.model import make_starter
+
+    return make_starter(tmp_path_factory.mktemp("learnt") / "starter", steps=250, width=64, progress=False)
+
+
 def make_tiny_model(folder: Path, tied: bool) -> Path:
     """Random weights, large enough that next-token distributions are far from uniform."""
     import torch

@@ -19,7 +19,15 @@ from verifiers.verifier import Verifier
 class Site:
     """Two nodes, a generator and a verifier, stepped by hand."""
 
-    def __init__(self, folder: Path, url: str, run: str, **node: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        run: str,
+        site: str = "local",
+        nodes: tuple[str, ...] = ("node-0", "node-1"),
+        **node: Any,
+    ) -> None:
         defaults: dict[str, Any] = {
             "rounds": 10**6,
             "group_size": 2,
@@ -27,12 +35,14 @@ class Site:
             "mix": {"own": 2, "swarm": 2, "tags": ["failed", "hard", "mixed", "easy", "solved"]},
             "evaluate": {"questions": 0},
         }
-        self.settings = Settings(run=run, folder=folder, redis_url=url, nodes=2, node={**defaults, **node})  # type: ignore[arg-type]
+        self.settings = Settings(
+            run=run, folder=folder, redis_url=url, site=site, nodes=dict.fromkeys(nodes), node={**defaults, **node}
+        )  # type: ignore[arg-type]
         self.ledger, self.directory = open_run(self.settings)
         self.identities = {
-            "node": Identity.kept("node", "node-0", "local", self.settings.run_folder / "nodes" / "node-0" / "key"),
-            "generator": Identity.fresh("generator", "g", "local"),
-            "verifier": Identity.fresh("verifier", "v", "local"),
+            "node": Identity.kept("node", nodes[0], site, self.settings.run_folder / "nodes" / nodes[0] / "key"),
+            "generator": Identity.fresh("generator", "g", site),
+            "verifier": Identity.fresh("verifier", "v", site),
         }
         self.generator = Generator(
             "g", self.settings, self.ledger, self.directory, self.identities["generator"], PacedEngine(), folder / "cache"
@@ -44,19 +54,19 @@ class Site:
             worker.rejoin()
 
     def _learner(self, node: str) -> Learner:
-        identity = Identity.kept("node", node, "local", self.settings.run_folder / "nodes" / node / "key")
+        identity = Identity.kept("node", node, self.settings.site, self.settings.run_folder / "nodes" / node / "key")
         return Learner(node, self.settings, self.ledger, self.directory, identity, NullTrainer(), "no-model")
 
     def generate(self) -> None:
         """Until no order waits anywhere."""
-        for target in self.directory.targets("local"):
+        for target in self.directory.targets(self.settings.site):
             while self.directory.waiting_orders([target])[target]:
                 self.generator.pool.serve(target)
                 self.generator.step()
 
     def verify(self) -> None:
         """Until no raw group waits; those left for a newer release stay."""
-        raw = self.ledger.keys.raw(0)
+        raw = self.ledger.raw(0)
         before = -1
         while (left := self.ledger.redis.xlen(raw)) and left != before:
             before = left
@@ -73,9 +83,10 @@ class Site:
 
     def order(self) -> None:
         """Until the first node has orders that nobody answered yet."""
-        while not self.ledger.redis.xlen(self.ledger.keys.orders("node-0")):
+        learner = self.learners[0]
+        while not self.ledger.redis.xlen(self.ledger.keys.orders(learner.name)):
             self.verify()
-            self.learners[0].step()
+            learner.step()
 
     def entries(self, stream: str) -> list[Entry]:
         """All entries of a stream, without moving any group."""

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from common.directory import Policy
 from common.messages import Version
 from common.policies import BadPolicy, PolicyStore, fetch, sha256
+from common.settings import SettingsError
 from learners.checkpoint import Checkpoints, LearnerState, PendingEvaluation
 from learners.journal import Journal, read
 from learners.orders import AccountState
@@ -83,6 +84,7 @@ def test_a_save_that_breaks_off_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert newest(checkpoints) == (state(1), "one")
     # The next start clears away what was begun, and saves that round.
     again = Checkpoints(tmp_path)
+    again.sweep()
     assert [path.name for path in tmp_path.iterdir()] == ["000001-000000001"]
     again.save(state(2), Text("two"))
     assert newest(again) == (state(2), "two")
@@ -108,12 +110,12 @@ def test_a_damaged_one_is_said_and_the_one_before_is_used(tmp_path: Path, file: 
     assert all(line["detail"] for line in logs)
 
 
-def test_with_all_damaged_there_is_none(tmp_path: Path) -> None:
+def test_with_all_damaged_there_is_none_and_nothing_begins_anew(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     for round in (1, 2):
         (checkpoints.save(state(round), Text("x")) / "model.safetensors").write_text("y")
-    with capture_logs() as logs:
-        assert checkpoints.newest() is None
+    with capture_logs() as logs, pytest.raises(SettingsError, match="none of the 2 checkpoints in"):
+        checkpoints.newest()
     assert len(logs) == 2
 
 
@@ -145,7 +147,7 @@ def test_a_resumed_journal_drops_what_the_checkpoint_does_not_know(tmp_path: Pat
     journal = Journal(tmp_path, keep_until=0)
     for round in range(1, 6):
         journal.round({"round": round, "own_reward": 0.5})
-        journal.timing({"round": round})
+        journal.timing({"round": round, "at": 0.0})
         journal.heldout({"round": round, "reward": 0.1})
     with (tmp_path / "rounds.jsonl").open("ab") as file:
         file.write(b'{"round":6,"own_rew')
@@ -160,11 +162,11 @@ def test_a_resumed_journal_drops_what_the_checkpoint_does_not_know(tmp_path: Pat
 
 
 def test_a_line_cut_short_at_the_checkpoints_round_is_not_glued_to_the_next(tmp_path: Path) -> None:
-    Journal(tmp_path, keep_until=0).round({"round": 1})
+    Journal(tmp_path, keep_until=0).round({"round": 1, "own_reward": 0.5})
     with (tmp_path / "rounds.jsonl").open("ab") as file:
         file.write(b'{"round":2')
-    Journal(tmp_path, keep_until=1).round({"round": 2})
-    assert read(tmp_path / "rounds.jsonl") == [{"round": 1}, {"round": 2}]
+    Journal(tmp_path, keep_until=1).round({"round": 2, "own_reward": 0.5})
+    assert read(tmp_path / "rounds.jsonl") == [{"round": 1, "own_reward": 0.5}, {"round": 2, "own_reward": 0.5}]
 
 
 # --- policies ---

@@ -295,7 +295,7 @@ def test_hostile_orders(site: Site) -> None:
 
 
 def test_hostile_raw_groups(site: Site) -> None:
-    stream = site.ledger.keys.raw(0)
+    stream = site.ledger.raw(0)
     site.order()
     site.generate()
     (real, *_) = [entry.data for entry in site.entries(stream)]
@@ -364,7 +364,7 @@ def test_replays_are_counted_and_change_nothing(site: Site) -> None:
     site.order()
     orders = [entry.data for entry in site.entries(keys.orders("node-0"))]
     site.generate()
-    raw = [entry.data for entry in site.entries(keys.raw(0))]
+    raw = [entry.data for entry in site.entries(site.ledger.raw(0))]
     site.verify()
     own = [entry.data for entry in site.entries(keys.own("node-0"))]
     before = site.ledger.counts()
@@ -372,7 +372,7 @@ def test_replays_are_counted_and_change_nothing(site: Site) -> None:
         for data in orders:
             redis.xadd(keys.orders("node-0"), {"m": data})
         for data in raw:
-            redis.xadd(keys.raw(0), {"m": data})
+            redis.xadd(site.ledger.raw(0), {"m": data})
         for data in own:
             redis.xadd(keys.own("node-0"), {"m": data})
     site.generate()
@@ -408,20 +408,20 @@ def test_a_copied_swarm_group_is_drawn_once(site: Site) -> None:
 
 
 def test_a_newer_schema_is_left_for_a_day(site: Site) -> None:
-    keys, redis = site.ledger.keys, site.ledger.redis
+    redis = site.ledger.redis
     site.order()
     site.generate()
-    (real, *_) = [entry.data for entry in site.entries(keys.raw(0))]
+    (real, *_) = [entry.data for entry in site.entries(site.ledger.raw(0))]
     site.verify()
     newer = changed(real, schema=SCHEMA + 1)
     # A stream takes ids in ascending order only: the old entry goes first, into a stream begun anew.
-    redis.delete(keys.raw(0))
-    redis.xgroup_create(keys.raw(0), "verifiers", id="0", mkstream=True)
-    redis.xadd(keys.raw(0), {"m": newer}, id=f"{site.ledger.clock.now() - NEWER_KEPT_MS - 60_000}-0")
-    young = redis.xadd(keys.raw(0), {"m": newer})
+    redis.delete(site.ledger.raw(0))
+    redis.xgroup_create(site.ledger.raw(0), "verifiers", id="0", mkstream=True)
+    redis.xadd(site.ledger.raw(0), {"m": newer}, id=f"{site.ledger.clock.now() - NEWER_KEPT_MS - 60_000}-0")
+    young = redis.xadd(site.ledger.raw(0), {"m": newer})
     site.verify()
     assert site.refused("raw") == {"newer_schema": 1}
-    (pending,) = redis.xpending_range(keys.raw(0), "verifiers", "-", "+", 10)
+    (pending,) = redis.xpending_range(site.ledger.raw(0), "verifiers", "-", "+", 10)
     assert pending["message_id"] == young
     assert pending["times_delivered"] == 0, "waiting for a newer release does not wear a message out"
     site.learn()
@@ -433,7 +433,7 @@ def test_newer_messages_hide_nothing_behind_them(site: Site, stream: str) -> Non
     keys, redis, ledger = site.ledger.keys, site.ledger.redis, site.ledger
     name, group = {
         "orders": (keys.orders("node-0"), "generators"),
-        "raw": (keys.raw(0), "verifiers"),
+        "raw": (site.ledger.raw(0), "verifiers"),
         "own": (keys.own("node-0"), "learner"),
     }[stream]
     newer = encode(Envelope(SCHEMA + 1, "?", b"", b""))
@@ -496,7 +496,7 @@ def test_an_answer_to_another_question_is_asked_again(site: Site) -> None:
 def test_a_group_too_large_once_scored_is_refused_and_stays_open(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.order()
     site.generate()
-    count = site.ledger.redis.xlen(site.ledger.keys.raw(0))
+    count = site.ledger.redis.xlen(site.ledger.raw(0))
     before = site.ledger.books("node-0")
     monkeypatch.setattr("verifiers.verifier.MAX_MESSAGE_BYTES", 300)
     site.verify()
@@ -538,7 +538,7 @@ def test_no_worker_restarts_under_fire(tmp_path: Path, server: EmbeddedServer) -
         assert time.monotonic() < deadline, "the fleet never started"
         fleet.tend()
         time.sleep(0.05)
-    streams = {"orders": ledger.keys.orders("node-0"), "raw": ledger.keys.raw(0), "own": ledger.keys.own("node-0")}
+    streams = {"orders": ledger.keys.orders("node-0"), "raw": ledger.raw(0), "own": ledger.keys.own("node-0")}
     for label, stream in streams.items():
         random = Random(label)
         pipeline = ledger.redis.pipeline(transaction=False)

@@ -81,7 +81,7 @@ def test_a_group_goes_all_the_way_and_the_books_follow(ledger: Ledger) -> None:
     ledger.settle("a", 1, 1, (3, 2, 1, 0), NO_POLICY, acks=[entry.id for entry in own])
     books = ledger.books("a")
     assert (books.trained, books.filtered, books.open, books.waiting, books.lost) == (2, 1, 0, 0, 0)
-    for stream in (ledger.keys.orders("a"), ledger.keys.raw(0), ledger.keys.own("a")):
+    for stream in (ledger.keys.orders("a"), ledger.raw(0), ledger.keys.own("a")):
         assert ledger.redis.xlen(stream) == 0, "entries are deleted with their acknowledgement"
 
 
@@ -122,7 +122,7 @@ def test_the_first_answer_wins(ledger: Ledger) -> None:
     place(ledger, range(1))
     (entry,) = to_raw(ledger)
     for _ in range(2):
-        ledger.redis.xadd(ledger.keys.raw(0), {"m": entry.data})
+        ledger.redis.xadd(ledger.raw(0), {"m": entry.data})
     again = ledger.take_raw(0, "v", 10, 0)
     assert [publish(ledger, 0, one, b"shared") for one in [entry, *again]] == [True, False, False]
     counts = ledger.counts()
@@ -241,7 +241,7 @@ def test_a_server_that_knows_nothing_is_no_fault(ledger: Ledger) -> None:
     assert redeliver(ledger, "g", 0) == 0
     assert not ledger.finish(0, "generators", entry, "skipped")
     assert not ledger.refuse(0, "generators", entry, "orders", "malformed", "", "g")
-    assert not publish(ledger, 0, Entry(ledger.keys.raw(0), "1-1", b""))
+    assert not publish(ledger, 0, Entry(ledger.raw(0), "1-1", b""))
     assert not ledger.replace("a", 1, "a/0", 1, ("a/0", 2, b""))
     for backlog in (False, True):
         assert ledger.take_orders("a", "g", 10, 0, backlog) == ledger.take_raw(0, "v", 10, 0, backlog) == []
@@ -272,7 +272,7 @@ def test_keys_of_a_target_share_a_slot_and_runs_never_meet() -> None:
         for target in ("node-0", "eval-node-0-100", "x" * 60):
             shard = keys.shard_of(target)
             names = [
-                keys.open(shard), keys.raw(shard), keys.counts(shard), keys.quarantine(shard),
+                keys.open(shard), keys.raw(shard, "local"), keys.counts(shard), keys.quarantine(shard),
                 keys.orders(target), keys.own(target), keys.books(target), keys.policy(target),
                 *(keys.authors(shard, tag) for tag in TAGS), *(keys.swarm(target, tag) for tag in TAGS),
             ]  # fmt: skip

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grapevine.starter.model import make_starter
 from learners.journal import read
 
 NODES = ("node-0", "node-1", "node-2")
@@ -29,9 +28,13 @@ def start(folder: Path, model: Path, hash_seed: str, run: str, rounds: int = ROU
     }  # fmt: skip
     tree = {"run": run, "folder": str(folder), "seed": seed, "nodes": len(NODES), "node": node}
     config.write_text(yaml.safe_dump(tree))
+    return grapevine("up", str(config), "--lockstep", hash_seed=hash_seed)
+
+
+def grapevine(*arguments: str, hash_seed: str = "0") -> subprocess.Popen[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GRAPEVINE_") and key != "REDIS_URL"}
     return subprocess.Popen(
-        [sys.executable, "-m", "grapevine", "up", str(config), "--lockstep"],
+        [sys.executable, "-m", "grapevine", *arguments],
         env={**clean, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": hash_seed},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -47,12 +50,6 @@ def finish(process: subprocess.Popen[str], code: int = 0) -> None:
 def files(folder: Path, run: str) -> dict[str, bytes]:
     names = ("rounds.jsonl", "heldout.jsonl")
     return {f"{node} {name}": (folder / run / "nodes" / node / name).read_bytes() for node in NODES for name in names}
-
-
-@pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers rightly now and then: of one that never does, every metric file would be the same."""
-    return make_starter(tmp_path_factory.mktemp("model") / "starter", steps=250, width=64, progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +108,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, tiny_model: Path) -> None:
     finish(process, 130)
     reached = read(journal)
     assert 3 <= len(reached) < 15
-    finish(start(tmp_path, tiny_model, "0", "stopped", rounds=15))
+    finish(grapevine("up", "--resume", str(tmp_path / "stopped")))
     assert read(journal)[: len(reached)] == reached
     for node in NODES:
         lines = read(tmp_path / "stopped" / "nodes" / node / "rounds.jsonl")

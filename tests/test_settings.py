@@ -15,8 +15,8 @@ import yaml
 
 from common.settings import NodeSettings, Settings, SettingsError, load
 from grapevine.cli import main
+from grapevine.running.supervisor import Supervisor
 from grapevine.server import EmbeddedServer
-from grapevine.supervisor import Supervisor
 
 Command = Callable[..., tuple[int | str | None, str]]
 

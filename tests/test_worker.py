@@ -19,7 +19,6 @@ import redis
 
 from common import worker as worker_module
 from common.directory import Directory
-from common.keys import Keys
 from common.ledger import Ledger
 from common.run import open_run
 from common.settings import Settings
@@ -168,7 +167,7 @@ def test_a_bug_is_exit_code_70(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 def test_heartbeats_show_the_worker_and_keep_what_is_in_hand(heart: Heart, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "HEARTBEAT_SECONDS", 0.01)
     ledger, directory = heart()
-    stream = Keys(ledger.keys.run).raw(0)
+    stream = ledger.raw(0)
     ledger.redis.xgroup_create(stream, "readers", mkstream=True)
     id = ledger.redis.xadd(stream, {"m": b"x"}).decode()
     ledger.redis.xreadgroup("readers", "another", {stream: ">"})

@@ -1,6 +1,7 @@
 """The far side of the sandbox: a host process that never touches anything dangerous, and its worker that does.
 
-The host is started by exec with an empty environment; it has ReasoningGYM loaded, relays groups and keeps the limits.
+The host is started by exec with an empty environment; it has ReasoningGYM and the tasks of one's own loaded, relays groups
+and keeps the limits. It runs code of the operator's own settings, never anything that a message holds.
 The worker is its fork; it builds and scores, and is forked anew (a few milliseconds) once it hangs or dies. Guaranteed
 here: every group gets a reply of the right length, an answer that loses a worker costs only itself, neither process
 writes to a file, a terminal or a log, and both end with their parent.
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.tasks import Item, Question, TaskRefused, build, is_held_out
+from common.own_tasks import Definition, OwnTask, source_of
+from common.tasks import Item, Question, TaskRefused, build, define, is_held_out
+from verifiers.answers import prepare
 from verifiers.scoring import accuracy
 
 FILES = 64
@@ -72,8 +75,13 @@ class Group(msgspec.Struct, tag=True):
     scores: list[Scored]
 
 
-def host(descriptor: int, build_seconds: float, answer_seconds: float, group_seconds: float, memory: int) -> None:
-    """Main of the host process: groups in, verdicts out, until the caller is gone. Not to be called elsewhere."""
+def host(
+    descriptor: int, build_seconds: float, answer_seconds: float, group_seconds: float, memory: int, own_tasks: list[object]
+) -> None:
+    """Main of the host process: groups in, verdicts out, until the caller is gone. Not to be called elsewhere.
+
+    Its first word is "ready", or a sentence on which of the tasks of one's own cannot be used.
+    """
     os.environ.clear()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit(resource.RLIMIT_AS, memory)
@@ -83,12 +91,13 @@ def host(descriptor: int, build_seconds: float, answer_seconds: float, group_sec
     limits = Limits(build_seconds, answer_seconds, group_seconds, memory)
     caller = socket.socket(fileno=descriptor)
     parent = os.getppid()
+    refusal = _define(own_tasks)
     # What is loaded by now never changes: kept from the collector, its pages stay shared with every worker.
     gc.collect()
     gc.freeze()
     worker = _Worker(caller, limits)
     with contextlib.suppress(EOFError, OSError):
-        send(caller, b"ready")
+        send(caller, refusal.encode("utf-8", "replace") or b"ready")
         while True:
             # A forked sibling may hold the caller's end open after its death, so end of file alone is not enough.
             while not select.select([caller], [], [], 5.0)[0]:
@@ -96,6 +105,19 @@ def host(descriptor: int, build_seconds: float, answer_seconds: float, group_sec
                     return
             request = msgspec.msgpack.decode(receive(caller), type=Request)
             send(caller, msgspec.msgpack.encode(_group(worker, request, limits)))
+
+
+def _define(own_tasks: list[object]) -> str:
+    """Register tasks of one's own and load what their scorers need; says what is wrong with one, or nothing."""
+    try:
+        for definition in msgspec.convert(own_tasks, list[Definition]):
+            define(definition)
+            source = source_of(definition.name)
+            for scorer in source.scorers if source else ():
+                prepare(scorer)
+    except TaskRefused as refused:
+        return str(refused)
+    return ""
 
 
 def _group(worker: "_Worker", request: Request, limits: Limits) -> Group | Refusal:
@@ -192,6 +214,8 @@ def _work(connection: socket.socket, limits: Limits) -> None:
         signal.setitimer(signal.ITIMER_PROF, limits.build)
         try:
             item = build(request.question)
+            if isinstance(item.dataset, OwnTask):
+                prepare(item.entry["entry"].scorer)
             first: Built | Refusal = Built(item.text, item.answer, is_held_out(item.text))
         except TaskRefused as refusal:
             first = Refusal(str(refusal))

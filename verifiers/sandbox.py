@@ -1,8 +1,8 @@
 """Scoring in a child that can be killed: nothing a completion or a question's settings do reaches the caller.
 
 Three processes. The caller talks to a *host*, started by exec with an empty environment and our `sys.path`; the host
-has ReasoningGYM loaded and forks a *worker*, which builds and scores and is forked anew (a few milliseconds) once it
-hangs or dies. Guaranteed here:
+has ReasoningGYM and the tasks of one's own loaded and forks a *worker*, which builds and scores and is forked anew (a
+few milliseconds) once it hangs or dies. Guaranteed here:
 
 - an answer that hangs, fills the memory, kills its process or raises costs only itself: accuracy 0 and a named fault;
 - limits are in CPU seconds, so that a busy machine fails no honest answer, with a wall-clock limit ten times as long;
@@ -16,9 +16,12 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 import msgspec
 
+from common.own_tasks import Definition
+from common.settings import SettingsError
 from common.tasks import Components, Question, TaskRefused, check
 from verifiers.child import WALL_FACTOR, Group, Limits, Refusal, Request, receive, send
 from verifiers.scoring import read
@@ -48,8 +51,9 @@ class SandboxUnavailable(RuntimeError):
 class Sandbox:
     """Scores groups in a child. Any thread may call; calls take turns."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, own_tasks: Sequence[Definition] = ()) -> None:
         self.limits = limits or Limits()
+        self._own_tasks = msgspec.to_builtins(list(own_tasks))
         self._turn = threading.Lock()
         self._host: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -67,6 +71,7 @@ class Sandbox:
         Raises:
             TaskRefused: the question cannot be used, or not be built within the limits.
             SandboxUnavailable: the host failed twice in a row.
+            SettingsError: a task of one's own cannot be used in the host.
         """
         check(question)
         readings = [read(text, max_characters) for text in texts]
@@ -108,7 +113,9 @@ class Sandbox:
         ours, theirs = socket.socketpair()
         limits = self.limits
         paths = [os.path.abspath(path) for path in sys.path]
-        arguments = json.dumps([paths, theirs.fileno(), limits.build, limits.answer, limits.group, limits.memory])
+        arguments = json.dumps(
+            [paths, theirs.fileno(), limits.build, limits.answer, limits.group, limits.memory, self._own_tasks]
+        )
         with theirs:
             self._host = subprocess.Popen(
                 [sys.executable, "-I", "-c", _MAIN, arguments],
@@ -122,10 +129,13 @@ class Sandbox:
         self._socket = ours
         ours.settimeout(START_SECONDS)
         try:
-            receive(ours)
+            word = receive(ours)
         except (OSError, EOFError) as error:
             self._stop()
             raise SandboxUnavailable("the scoring host does not start; is reasoning-gym installed?") from error
+        if word != b"ready":
+            self._stop()
+            raise SettingsError(word.decode())
         return ours
 
     def _stop(self) -> None:

@@ -1,8 +1,9 @@
-"""Reward components of one completion. No text of a completion is ever executed, evaluated or handed to sympy.
+"""Reward components of one completion. No text of a completion is ever executed or evaluated, nor handed to sympy; the
+one exception are tasks of one's own whose scorer is `math` (see `verifiers.answers`).
 
-Accuracy is 1 for a right answer and 0 otherwise, for every task: ReasoningGYM's partial credits reward writing
-anything at all, naming every candidate, or an answer that merely contains the right one. One exception, kept because
-it is earned: a right binary matrix in list notation gets 0.1, as in ReasoningGYM.
+Accuracy is 1 for a right answer and 0 otherwise: ReasoningGYM's partial credits reward writing anything at all, naming
+every candidate, or an answer that merely contains the right one. Two exceptions: a right binary matrix in list notation
+gets 0.1, as in ReasoningGYM, since it is earned; a score function of one's own gives what it gives.
 
 What counts as right, by task (outer whitespace never counts):
 
@@ -14,6 +15,7 @@ What counts as right, by task (outer whitespace never counts):
 - fraction_simplification: numerator and denominator of the reduced fraction, as a/b or LaTeX.
 - propositional_logic: follows from the premises (truth table) and is neither a tautology nor a single variable.
 - n_queens: one of the listed boards.
+- tasks of one's own: as their scorer or score function says.
 - every other task that is not refused: full marks from ReasoningGYM's own scorer. These may be slow, grow or raise;
   `accuracy` must therefore run where it can be killed (see the sandbox).
 """
@@ -25,7 +27,9 @@ from decimal import Context, Decimal
 
 from reasoning_gym.dataset import ProceduralDataset
 
+from common.own_tasks import OwnTask
 from common.tasks import TEXT_CHARACTERS, Components, Item
+from verifiers.answers import accuracy_of
 
 __all__ = ["Components", "accuracy", "read", "score"]
 
@@ -51,7 +55,8 @@ def score(item: Item, completion_text: str, max_characters: int) -> Components:
     `length` is the share of the budget of `max_characters` left unused.
 
     Raises:
-        Exception: whatever ReasoningGYM's scorer raises; never for the tasks with a scorer of our own.
+        Exception: whatever ReasoningGYM's scorer, math-verify or a score function of one's own raises; never for the
+            tasks with a scorer of ours.
     """
     answer, form, length = read(completion_text, max_characters)
     return Components(accuracy(item, answer), form, length)
@@ -77,11 +82,14 @@ def accuracy(item: Item, answer: str | None) -> float:
     """How right an answer is, from 0 to 1, by the rules above.
 
     Raises:
-        Exception: whatever ReasoningGYM's scorer raises; never for the tasks with a scorer of our own.
+        Exception: whatever ReasoningGYM's scorer, math-verify or a score function of one's own raises; never for the
+            tasks with a scorer of ours.
     """
     answer = (answer or "").strip()
     if not answer or len(answer) > ANSWER_CHARACTERS:
         return 0.0
+    if isinstance(item.dataset, OwnTask):
+        return accuracy_of(item.entry["entry"], answer, item.dataset.source.score)
     scorer = SCORERS.get(item.question.task)
     if scorer is None:
         compares = type(item.dataset).score_answer is ProceduralDataset.score_answer

@@ -48,7 +48,7 @@ class Scorer(Protocol):
 
 
 class Verifier:
-    """Raw groups in, scored and swarm groups out."""
+    """Raw groups of its own site in, scored and swarm groups out."""
 
     role = "verifier"
 
@@ -96,7 +96,7 @@ class Verifier:
             return
         self._looked_for_quiet = time.monotonic()
         for shard in range(self._ledger.keys.shards):
-            stream = self._ledger.keys.raw(shard)
+            stream = self._ledger.raw(shard)
             if self._ledger.redeliver(shard, stream, "verifiers", "raw", self.name, int(1000 * quiet), BATCH):
                 self._backlog = True
 
@@ -122,6 +122,9 @@ class Verifier:
             raise Refused("wrong_node", f"node {node.name} signed an order of node {order.node}")
         if generator.site != node.site:
             raise Refused("foreign_site", f"a generator of site {generator.site} answered a node of site {node.site}")
+        # The node would refuse what a verifier of another site scored, and its order is no longer open by then.
+        if node.site != self._identity.record.site:
+            raise Refused("foreign_site", f"node {node.name} belongs to site {node.site}")
         if len(raw.completions) != order.completions:
             raise Refused("wrong_count", f"{len(raw.completions)} completions where {order.completions} were ordered")
         if any(c.tokens > order.sampling.max_new_tokens for c in raw.completions):
@@ -129,7 +132,7 @@ class Verifier:
         if min(c.spans[0].version for c in raw.completions) < order.lowest:
             raise Refused("stale", f"a completion was sampled before policy {order.lowest}")
         # Where the entry lies decides which order hash is asked: an order of another shard has no business here.
-        if entry.stream != self._ledger.keys.raw(self._ledger.keys.shard_of(order.target)):
+        if entry.stream != self._ledger.raw(self._ledger.keys.shard_of(order.target)):
             raise Refused("wrong_shard", f"target {order.target} belongs to another shard")
 
         budget = min(self._settings.verifiers.max_characters, CHARACTERS_PER_TOKEN * order.sampling.max_new_tokens)

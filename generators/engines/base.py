@@ -27,7 +27,10 @@ class Engine(Protocol):
     """A model that can be given other weights of the same shape."""
 
     def open_model(self, model: str) -> None:
-        """Load a base model (hub id or folder): its tokenizer, shapes and weights. Does nothing if it is open already."""
+        """Load a base model (hub id or folder): its tokenizer, shapes and weights. Does nothing if it is open already.
+
+        Raises PolicyUnusable when it cannot be loaded, with the model opened before still whole.
+        """
 
     def load_policy(self, weights: Path, version: Version) -> None:
         """Take weights from a safetensors file, all or none. Raises PolicyUnusable when names or shapes differ."""

@@ -37,12 +37,19 @@ class TransformersEngine:
         self._version = Version(0, 0)
 
     def open_model(self, model: str) -> None:
-        """Load a hub id or folder; nothing happens when it is open already."""
+        """Load a hub id or folder; nothing happens when it is open already.
+
+        Raises PolicyUnusable when it cannot be loaded here; the model opened before is still whole then.
+        """
         if model == self._name:
             return
-        self._tokenizer = load_tokenizer(model)
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype)
-        self._model.to(self._device).eval()
+        try:
+            tokenizer = load_tokenizer(model)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype)
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise PolicyUnusable(f"the model {model} cannot be loaded here: {reason}") from error
+        self._tokenizer, self._model = tokenizer, loaded.to(self._device).eval()
         self._stops = stop_ids(self._tokenizer, self._model.generation_config)
         self._name = model
 

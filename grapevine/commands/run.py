@@ -15,19 +15,40 @@ def up(
     set_: SetOption = None,
     fresh: Annotated[bool, typer.Option(help="set an earlier run of this name aside and begin anew")] = False,
     lockstep: Annotated[bool, typer.Option(help="one process, reproducible to the last digit")] = False,
+    resume: Annotated[str | None, typer.Option(help="continue this run with the settings it was last up with")] = None,
+    listen: Annotated[str | None, typer.Option(help="let other machines join at this address; 0.0.0.0: at any")] = None,
 ) -> None:
     """Run a swarm on this machine; continues a run that was interrupted.
 
     Example: grapevine up configs/demo.yaml --fresh --set node.mix.swarm=0
+
+    Example: grapevine up --resume demo --set node.rounds=300
+
+    Example: grapevine up configs/demo.yaml --listen 0.0.0.0
     """
+    import json
+
     from rich.console import Console
 
-    from common.settings import load
-    from grapevine.local import up as run_up
+    from common.settings import SettingsError, load
+    from grapevine.disk import writing_to
     from grapevine.logs import configure_logs
+    from grapevine.running.continuing import resumed
+    from grapevine.running.local import up as run_up
 
     configure_logs(console=False)
-    raise typer.Exit(run_up(load(config, set_), fresh, lockstep, Console()))
+    place: list[str] = []
+    if resume is not None:
+        if config is not None or fresh:
+            raise SettingsError(
+                "--resume takes the run's own settings: leave out the file and --fresh, or leave out --resume"
+            )
+        config, place, lockstep = resumed(resume)
+    flags = [*place, *(set_ or []), *([f"listen={json.dumps(listen)}"] if listen is not None else [])]
+    settings = load(config, flags)
+    with writing_to(settings.run_folder):
+        code = run_up(settings, fresh, lockstep, Console())
+    raise typer.Exit(code)
 
 
 def worker(
@@ -43,6 +64,7 @@ def worker(
     """
     from common.settings import SettingsError, load
     from common.worker import serve_health
+    from grapevine.disk import writing_to
     from grapevine.logs import configure_logs
     from grapevine.roles import make_loop
 
@@ -53,10 +75,11 @@ def worker(
     if role == "learner" and name not in loaded.node_names():
         raise SettingsError(f"node {name} is not in the settings; nodes are {', '.join(loaded.node_names())}")
     if role == "learner":
-        from grapevine.local import with_models
+        from grapevine.running.local import with_models
 
         loaded = with_models(loaded)
-    loop = make_loop(role, name, loaded)
-    if port:
-        serve_health(loop, port)
-    loop.run()
+    with writing_to(loaded.run_folder):
+        loop = make_loop(role, name, loaded)
+        if port:
+            serve_health(loop, port)
+        loop.run()

@@ -1,75 +1,96 @@
-"""What a run came to, from the files it left behind.
+"""What a run came to, in figures.
 
-Guarantees: reads only the run's folder, so it works while the run goes on, after it ended, and on a copy.
+Guarantees: the same figures for people and for programs; a run that goes on gives those of its rounds so far.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from common.settings import SettingsError
-from learners.journal import read
+from rich.console import Console
+
+from grapevine.report.folder import Lines, RunFolder, read_run
 
 EDGE = 10
 
 
 def summary(folder: Path) -> dict[str, Any]:
     """The figures of `grapevine report RUN --json`. Raises SettingsError when there is no such run."""
-    nodes = sorted(path for path in (folder / "nodes").glob("*") if path.is_dir())
-    if not nodes:
-        raise SettingsError(f"{folder} holds no run; `grapevine up` makes one")
-    rounds = {node.name: read(node / "rounds.jsonl") for node in nodes}
-    heldout = {node.name: _last_per_round(read(node / "heldout.jsonl")) for node in nodes}
-    ledger = _json(folder / "ledger.json", {"books": {}, "counts": {}})
-    clock = _json(folder / "run.json", {"elapsed_seconds": 0.0})
-    books, counts = ledger["books"].values(), ledger["counts"]
+    return figures(read_run(folder))
 
-    first = _edge(rounds, slice(0, EDGE))
-    last = _edge(rounds, slice(-EDGE, None))
-    ids = [Counter(id for line in lines for id in [*line["own_ids"], *line["stale_ids"]]) for lines in rounds.values()]
-    questions = [mark for lines in rounds.values() for line in lines for mark in line["questions"]]
-    tokens = sum(line["own_tokens"] for lines in rounds.values() for line in lines)
-    evaluated = [lines for lines in heldout.values() if lines]
-    elapsed = clock["elapsed_seconds"]
+
+def figures(run: RunFolder) -> dict[str, Any]:
+    """Rewards are means over groups, `_se` their standard errors; held-out ones are means over the evaluated nodes."""
+    counts, books = run.counts, run.books.values()
+    lines = [line for rounds in run.rounds.values() for line in rounds]
+    first, last, every = (_rewards(run, part) for part in (slice(0, EDGE), slice(-EDGE, None), slice(None)))
+    ids = [Counter(id for line in rounds for id in [*line["own_ids"], *line["stale_ids"]]) for rounds in run.rounds.values()]
+    questions = [mark for line in lines for mark in line["questions"]]
+    starts = [evaluations[0] for evaluations in run.heldout.values() if evaluations]
+    ends = [evaluations[-1] for evaluations in run.heldout.values() if evaluations]
+    tokens = sum(line["own_tokens"] for line in lines)
     return {
-        "run": folder.name,
-        "nodes": len(nodes),
-        "rounds": min(len(lines) for lines in rounds.values()),
+        "run": run.name,
+        "nodes": len(run.nodes),
+        "rounds": run.rounds_done,
         "own_reward_first10": _mean(first),
         "own_reward_first10_se": _standard_error(first),
         "own_reward_last10": _mean(last),
         "own_reward_last10_se": _standard_error(last),
-        "heldout_first": _mean([lines[0]["reward"] for lines in evaluated]),
-        "heldout_first_se": _pooled([lines[0]["standard_error"] for lines in evaluated]),
-        "heldout_last": _mean([lines[-1]["reward"] for lines in evaluated]),
-        "heldout_last_se": _pooled([lines[-1]["standard_error"] for lines in evaluated]),
+        "own_reward_all": _mean(every),
+        "own_reward_all_se": _standard_error(every),
+        "heldout_first": _mean([line["reward"] for line in starts]),
+        "heldout_first_se": _pooled(starts),
+        "heldout_last": _mean([line["reward"] for line in ends]),
+        "heldout_last_se": _pooled(ends),
+        "heldout_greedy_first": _greedy(starts),
+        "heldout_greedy_last": _greedy(ends),
         "groups_ordered": sum(book["ordered"] for book in books),
         "groups_scored": counts.get("scored:train", 0),
         "groups_evaluated": counts.get("scored:eval", 0),
         "groups_lost": sum(book["lost"] for book in books),
         "groups_trained_twice": sum(count - 1 for node in ids for count in node.values()),
-        "swarm_groups_used": sum(len(line["swarm_ids"]) for lines in rounds.values() for line in lines),
+        "swarm_groups_used": sum(len(line["swarm_ids"]) for line in lines),
+        "swarm_groups_missing": sum(line["swarm_missing"] for line in lines),
         "duplicates": counts.get("duplicates", 0),
         "quarantined": sum(count for name, count in counts.items() if name.startswith("refused:")),
-        "restarts": clock.get("restarts", 0),
+        "restarts": run.restarts,
         "distinct_question_share": len(set(questions)) / len(questions) if questions else 0.0,
-        "tokens_per_second": tokens / elapsed if elapsed else 0.0,
-        "elapsed_seconds": elapsed,
+        "tokens_per_second": tokens / run.elapsed_seconds if run.elapsed_seconds else 0.0,
+        "elapsed_seconds": run.elapsed_seconds,
     }
 
 
-def _edge(rounds: dict[str, list[dict[str, Any]]], part: slice) -> list[float]:
+def show_summary(facts: dict[str, Any], console: Console) -> None:
+    """A run in five lines."""
+    console.print(
+        f"\n[bold]{facts['run']}[/bold]: {facts['rounds']} rounds on {facts['nodes']} nodes "
+        f"in {facts['elapsed_seconds']:.0f} s\n"
+        f"  own reward   {with_error(facts, 'own_reward_first10')}  ->  {with_error(facts, 'own_reward_last10')}"
+        "   (first and last ten rounds)\n"
+        f"  held-out     {with_error(facts, 'heldout_first')}  ->  {with_error(facts, 'heldout_last')}\n"
+        f"  groups       {facts['groups_ordered']} ordered, {facts['groups_lost']} lost, "
+        f"{facts['groups_trained_twice']} trained twice, {facts['swarm_groups_used']} taken from the swarm\n"
+        f"  {facts['tokens_per_second']:.0f} tokens/s, {facts['restarts']} restarts, "
+        f"{facts['quarantined']} messages quarantined",
+        highlight=False,
+    )
+
+
+def with_error(facts: dict[str, Any], name: str) -> str:
+    """A figure and its standard error, as far as there are any."""
+    value, error = facts[name], facts.get(f"{name}_se")
+    if value is None:
+        return "\N{EN DASH}"
+    return f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+def _rewards(run: RunFolder, part: slice) -> list[float]:
     """Mean rewards of the own groups in these rounds, all nodes."""
-    return [reward for lines in rounds.values() for line in lines[part] for reward in line["own_group_rewards"]]
-
-
-def _last_per_round(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Evaluations by round; one repeated after a restart counts once."""
-    return [line for _, line in sorted({line["round"]: line for line in lines}.items())]
+    return [reward for rounds in run.rounds.values() for line in rounds[part] for reward in line["own_group_rewards"]]
 
 
 def _mean(values: list[float]) -> float | None:
@@ -80,10 +101,11 @@ def _standard_error(values: list[float]) -> float | None:
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
-def _pooled(errors: list[float]) -> float | None:
+def _pooled(evaluations: Lines) -> float | None:
     """Standard error of the mean of independent means."""
+    errors = [line["standard_error"] for line in evaluations]
     return sum(error**2 for error in errors) ** 0.5 / len(errors) if errors else None
 
 
-def _json(path: Path, default: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else default
+def _greedy(evaluations: Lines) -> float | None:
+    return _mean([line["greedy"]["rate"] for line in evaluations])

@@ -1,8 +1,9 @@
-"""The starter model: a tiny Qwen2 that answers easy questions sometimes, so that a run can learn on a laptop.
+"""The starter models: tiny Qwen2 models that answer easy questions sometimes, so that a run can learn on a laptop.
 
-Guarantees: the folder is an ordinary model folder (no code of ours is needed to load it); it was never shown a held-out
-question; the same arguments and library versions give the same weights; a folder is either complete or absent, and a
-complete one made with the same arguments is used again.
+There are two, `starter` and `starter-wide`, of other sizes and with other tokenizers, so that swarms of unlike models can
+be tried. Guarantees: the folder is an ordinary model folder (no code of ours is needed to load it); the model was never
+shown a held-out question; the same arguments and library versions give the same weights; a folder is either complete or
+absent, and a complete one made with the same arguments is used again.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from transformers import Qwen2ForCausalLM, Qwen2Tokenizer
@@ -21,11 +24,12 @@ from transformers.utils import logging
 
 from common.chat import SYSTEM_PROMPT
 from common.tasks import PRESETS, TaskSpec
-from grapevine.starter.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from grapevine.starter.tokenizer import CHAT_TEMPLATE, WIDE_TEMPLATE, build_tokenizer, build_wide_tokenizer
 from grapevine.starter.warmup import HEAD, exchanges_of, warm_up
 
-RECIPE = 1  # raise it when the same arguments make another model than before
+RECIPE = 2  # raise it when the same arguments make another model than before
 MARKER = "starter.json"
+Tokens = Literal["sentences", "words"]
 
 
 def make_starter(
@@ -36,15 +40,17 @@ def make_starter(
     width: int = 96,
     layers: int = 2,
     sloppy: float = 0.4,
+    tokenizer: Tokens = "sentences",
     progress: bool = True,
 ) -> Path:
-    """Make the starter model in `folder`, or return at once where it lies already.
+    """Make a starter model in `folder`, or return at once where it lies already.
 
     Args:
         tasks: what it is warmed up on, with training questions only.
         steps: updates of the supervised warm-up; 0 gives a model that knows nothing.
         width: hidden size, a multiple of 32.
         sloppy: the chance that a digit of a warm-up answer is wrong.
+        tokenizer: what its tokens are (see `grapevine.starter.tokenizer`).
 
     Raises:
         FileExistsError: the folder holds something that is no starter model.
@@ -52,22 +58,26 @@ def make_starter(
     if width % HEAD or width <= 0:
         raise ValueError(f"width must be a multiple of {HEAD}, not {width}")
     folder = folder.resolve()
-    marker = _marker(seed, tasks, steps, width, layers, sloppy)
+    marker = _marker(seed, tasks, steps, width, layers, sloppy, tokenizer)
     if _same(_read_marker(folder), marker):
         return folder
     if folder.exists() and _read_marker(folder) is None and any(folder.iterdir()):
         raise FileExistsError(f"{folder} holds something that is no starter model; choose another folder")
 
     exchanges = exchanges_of(tuple(tasks), seed)
-    tokenizer = build_tokenizer([(question, answer) for _, question, answer in exchanges])
-    model = warm_up(tokenizer, exchanges, seed, steps, width, layers, sloppy, progress)
-    return _save(folder, marker, model, tokenizer)
+    build = build_tokenizer if tokenizer == "sentences" else build_wide_tokenizer
+    encoder = build([(question, answer) for _, question, answer in exchanges])
+    model = warm_up(encoder, exchanges, seed, steps, width, layers, sloppy, progress)
+    return _save(folder, marker, model, encoder)
 
 
-def _marker(seed: int, tasks: Sequence[TaskSpec], steps: int, width: int, layers: int, sloppy: float) -> dict[str, object]:
+def _marker(
+    seed: int, tasks: Sequence[TaskSpec], steps: int, width: int, layers: int, sloppy: float, tokenizer: Tokens
+) -> dict[str, object]:
     arguments: dict[str, object] = {"seed": seed, "steps": steps, "width": width, "layers": layers, "sloppy": sloppy}
+    arguments["tokenizer"] = tokenizer
     arguments["tasks"] = msgspec.to_builtins(tuple(tasks))
-    made_of = [RECIPE, SYSTEM_PROMPT, CHAT_TEMPLATE, arguments]
+    made_of = [RECIPE, SYSTEM_PROMPT, CHAT_TEMPLATE, WIDE_TEMPLATE, arguments]
     return {"arguments": arguments, "hash": hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()}
 
 
@@ -113,8 +123,19 @@ def _save(folder: Path, marker: dict[str, object], model: Qwen2ForCausalLM, toke
     return folder
 
 
-def starter_folder() -> Path:
-    """The starter model in the user's cache (GRAPEVINE_CACHE, else ~/.cache/grapevine), made when it is not there."""
+def starter_folder(name: str = "starter") -> Path:
+    """A starter model in the user's cache (GRAPEVINE_CACHE, else ~/.cache/grapevine), made when it is not there.
+
+    Args:
+        name: one of STARTERS.
+    """
     cache = Path(os.environ.get("GRAPEVINE_CACHE") or Path.home() / ".cache" / "grapevine")
     cache.mkdir(parents=True, exist_ok=True)
-    return make_starter(cache / "starter").resolve()
+    return STARTERS[name](cache / name).resolve()
+
+
+STARTERS: dict[str, Callable[[Path], Path]] = {
+    "starter": make_starter,
+    # Longer prompts and a larger model: fewer steps take as long, and with less noise they teach as much.
+    "starter-wide": partial(make_starter, width=128, layers=2, steps=200, sloppy=0.3, tokenizer="words"),
+}

@@ -1,25 +1,23 @@
 """A whole swarm in one process, round by round: the same workers, one seed, one metric file.
 
 Guarantees: streams are numbered by round, ages are counted in rounds, a learner sees only what the swarm shared in earlier
-rounds; each worker acts in a fixed order. Two runs with one seed write identical `rounds.jsonl` and `heldout.jsonl`. A run
-that was interrupted goes on with the round after the last one the server knows.
+rounds; each worker acts in a fixed order. Two runs with one seed write identical `rounds.jsonl` and `heldout.jsonl`, and
+so does a run that was killed at any moment and resumed: it goes on from its last barrier (`grapevine.running.barrier`).
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 
 from common.clock import RoundClock
-from common.ledger import Ledger
-from common.messages import TAGS
 from common.run import open_run
 from common.settings import Settings
-from grapevine.progress import Progress
 from grapevine.roles import make_engine, make_generator, make_learner, make_verifier
+from grapevine.running.barrier import Barriers
+from grapevine.screen.live import Screen
 
 
 class Stuck(RuntimeError):
@@ -33,17 +31,24 @@ def run_lockstep(settings: Settings, console: Console) -> int:
         signal.signal(number, lambda received, _: stop.append(received))
     clock = RoundClock()
     ledger, directory = open_run(settings, clock)
-    clock.round = _last_round(ledger, directory.targets(settings.site), settings.node_names())
+    nodes = settings.node_names()
+    barriers = Barriers(settings.run_folder)
+    clock.round = barriers.restore(ledger, nodes, lambda sentence: console.print(f"[yellow]{sentence}[/yellow]"))
+    if clock.round:
+        console.print(f"resuming after round {clock.round}", highlight=False)
     engine = make_engine(settings)
     generator = make_generator("generator-0", settings, ledger, directory, engine)
     verifier = make_verifier("verifier-0", settings, ledger, directory)
-    learners = [make_learner(node, settings, ledger, directory) for node in settings.node_names()]
+    learners = [make_learner(node, settings, ledger, directory) for node in nodes]
+    every = min(settings.for_node(node).checkpoint_every for node in nodes)
     workers: list[Any] = [generator, verifier, *learners]
-    progress = Progress(settings, console)
+    screen = Screen.of(settings, console, lambda: 0)
     try:
         for worker in workers:
             worker.rejoin()
-        active = dict.fromkeys(settings.node_names(), True)
+        if not clock.round:
+            barriers.save(0, ledger, learners)
+        active = dict.fromkeys(nodes, True)
         while any(active.values()) and not stop:
             clock.round += 1
             answered = 0
@@ -53,7 +58,7 @@ def run_lockstep(settings: Settings, console: Console) -> int:
                     generator.step()
                     answered += 1
             for shard in range(ledger.keys.shards):
-                while ledger.redis.xlen(ledger.keys.raw(shard)):
+                while ledger.redis.xlen(ledger.raw(shard)):
                     verifier.step()
             before = [learner.facts()["round"] for learner in learners]
             for learner in learners:
@@ -61,17 +66,16 @@ def run_lockstep(settings: Settings, console: Console) -> int:
                     active[learner.name] = learner.step()
             if not answered and before == [learner.facts()["round"] for learner in learners] and any(active.values()):
                 raise Stuck(f"nothing happened in round {clock.round}")
-            progress.show(0)
+            if clock.round % every == 0 or stop or not any(active.values()):
+                barriers.save(clock.round, ledger, learners)
+            for worker in workers:
+                directory.beat(worker.role, worker.name, worker.facts())
+            screen.show()
     finally:
-        for worker in workers:
-            worker.drain()
+        screen.close()
+        # Not the learners: what they are is in the barrier, and after an exception this moment is none between two rounds.
+        generator.drain()
+        verifier.drain()
+        for learner in learners:
+            learner.close()
     return 130 if stop else 0
-
-
-def _last_round(ledger: Ledger, targets: Iterable[str], nodes: Iterable[str]) -> int:
-    """The round that the newest entry of any stream belongs to: streams take no ids below those they had."""
-    keys = ledger.keys
-    streams = [keys.raw(shard) for shard in range(keys.shards)] + [keys.own(target) for target in {*targets, *nodes}]
-    streams += [keys.swarm(node, tag) for node in nodes for tag in TAGS]
-    ids = [ledger.redis.xinfo_stream(stream)["last-generated-id"] for stream in streams if ledger.redis.exists(stream)]
-    return max((int(id.partition(b"-")[0]) - 1 for id in ids), default=0)

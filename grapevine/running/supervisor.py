@@ -7,6 +7,7 @@ child outlives the supervisor; every restart is written to the run's `events.jso
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from common.settings import Settings
+from common.settings import Settings, SettingsError
 from grapevine.processes import die_with_parent
 
 QUICK_SECONDS = 20.0
@@ -64,8 +65,11 @@ class Supervisor:
         self._environment.setdefault("OMP_NUM_THREADS", "1")
         (self._folder / "logs").mkdir(parents=True, exist_ok=True)
         names = [("learner", node) for node in settings.node_names()]
-        names += [("generator", f"generator-{i}") for i in range(settings.generators.replicas)]
-        names += [("verifier", f"verifier-{i}") for i in range(settings.verifiers.replicas)]
+        # Workers of several sites meet on one server: their names tell them apart.
+        site = "" if settings.site == "local" else f"{settings.site}-"
+        names += [("generator", f"{site}generator-{i}") for i in range(settings.generators.replicas)]
+        names += [("verifier", f"{site}verifier-{i}") for i in range(settings.verifiers.replicas)]
+        names += [("control", f"{site}control-{i}") for i in range(settings.control.replicas)]
         self.children = [Child(role, name, self._folder / "logs" / f"{name}.log") for role, name in names]
 
     @property
@@ -97,8 +101,7 @@ class Supervisor:
             sys.executable,
             "-m",
             "grapevine",
-            "worker",
-            child.role,
+            *(("control", "--name") if child.role == "control" else ("worker", child.role)),
             child.name,
             "--settings",
             str(self._settings_file),
@@ -115,9 +118,7 @@ class Supervisor:
         # Only deaths of its own count towards giving up: who kills a worker from outside wants to see it come back.
         own_fault = code > 0
         if code == SETTINGS_EXIT_CODE:
-            # The worker said in one sentence what is wrong; the rest of its log would hide it.
-            said = _tail(child.log).rpartition("\n")[2].removeprefix("grapevine: ")
-            raise GaveUp(f"{child.name} cannot run: {said}")
+            raise SettingsError(f"{child.name} cannot run: {_said(child.log)}")
         if own_fault and child.quick_deaths > QUICK_DEATHS_ALLOWED:
             raise GaveUp(f"{child.name} cannot run (exit code {code}); its log {child.log} ends:\n{_tail(child.log)}")
         child.restarts += 1
@@ -148,6 +149,16 @@ class Supervisor:
                 child.process.wait()
                 late.append(child.name)
         return late
+
+
+def _said(path: Path) -> str:
+    """The sentence that a worker ended with. The rest of its log would hide it."""
+    lines = [line for line in _tail(path).splitlines() if line.startswith("grapevine: ")]
+    if lines:
+        return lines[-1].removeprefix("grapevine: ")
+    # Its last words did not fit on the disk, as a rule because that is what they were about.
+    free = shutil.disk_usage(path.parent).free >> 20
+    return f"its log {path} does not say why ({free} MB are free there; where that is little, make room and start again)"
 
 
 def _tail(path: Path, characters: int = 1500) -> str:

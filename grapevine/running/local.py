@@ -8,6 +8,7 @@ kept in the run's folder when the server is gone.
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import signal
@@ -16,52 +17,62 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from common.ledger import Ledger
-from common.run import open_run
-from common.server import ServerRefused
+from common.run import forget_run, open_run
+from common.server import away
 from common.settings import Settings, SettingsError
 from common.worker import TRANSIENT
-from grapevine.progress import Progress
-from grapevine.report.summary import summary
+from grapevine.joining.invitation import Host, facts_of
+from grapevine.report.summary import show_summary, summary
+from grapevine.running.continuing import check_continues, check_mode, resume_points
+from grapevine.running.supervisor import Supervisor
+from grapevine.screen.live import Screen
 from grapevine.server import EmbeddedServer
-from grapevine.supervisor import Supervisor
 
 SNAPSHOT_SECONDS = 2.0
 
 
-def up(settings: Settings, fresh: bool, lockstep: bool, console: Console) -> int:
-    """Run to the end; the exit code (0 complete, 130 interrupted)."""
+def up(settings: Settings, fresh: bool, lockstep: bool, console: Console, joined: bool = False) -> int:
+    """Run to the end; the exit code (0 complete, 130 interrupted).
+
+    `joined`: another machine hosts the run (see `grapevine.joining.join`).
+    """
     folder = settings.run_folder
-    if fresh and folder.exists():
-        aside = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(folder.stat().st_mtime))}")
-        with _only_one(folder):  # a run that is up must not lose its folder
-            folder.rename(aside)
-        console.print(f"earlier run set aside as {aside}")
+    if fresh:
+        set_aside(folder, console)
     folder.mkdir(parents=True, exist_ok=True)
     with _only_one(folder):
+        facts = None if joined or lockstep else facts_of(settings)
         settings = with_models(settings)
+        check_continues(settings)
+        check_mode(folder, lockstep)
+        if not lockstep:
+            for sentence in resume_points(settings):
+                console.print(sentence, highlight=False, soft_wrap=True)
+        tree = settings.model_dump(mode="json", exclude={"redis_url"})
+        _write(folder / "settings.json", json.dumps(tree, indent=1))
         server = None
         if settings.redis_url is None:
-            server = EmbeddedServer(folder / "server")
+            server = EmbeddedServer(folder / "server", settings.listen)
             server.start()
         else:
             _reach(settings)
         url = settings.redis_url or (server.url if server else "")
         settings = settings.model_copy(update={"redis_url": url})
         if fresh:
-            forget(settings)
+            _forget(settings)
         clock = _Stopwatch(folder)
         try:
             if lockstep:
-                from grapevine.lockstep import run_lockstep
+                from grapevine.running.lockstep import run_lockstep
 
                 code = run_lockstep(settings, console)
             else:
-                code = _run_processes(settings, server, clock, console)
+                host = Host(facts, settings, console, keeps_server=server is not None) if facts else None
+                code = _run_processes(settings, server, clock, console, host)
         finally:
             clock.write()
             with suppress(*TRANSIENT):
@@ -72,20 +83,41 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console) -> int
     return code
 
 
+def set_aside(folder: Path, console: Console) -> None:
+    """Keep an earlier run's folder under another name. Raises SettingsError when the run is up."""
+    if not folder.exists():
+        return
+    aside = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(folder.stat().st_mtime))}")
+    with _only_one(folder):  # a run that is up must not lose its folder
+        folder.rename(aside)
+    console.print(f"earlier run set aside as {aside}")
+
+
+def _forget(settings: Settings) -> None:
+    """Delete what the server knows of a run of this name, its jobs included."""
+    ledger = open_run(settings)[0]
+    forget_run(ledger)
+    if importlib.util.find_spec("rq"):
+        from grapevine.control.queue import Jobs
+
+        Jobs(settings.run, ledger.redis).forget()
+
+
 def with_models(settings: Settings) -> Settings:
-    """The settings with `starter` replaced by the folder of the starter model, which is made when it is not there."""
-    if all(settings.for_node(name).model != "starter" for name in settings.node_names()):
+    """The settings with the starter models' names replaced by their folders, which are made when they are not there."""
+    wanted = {settings.for_node(name).model for name in settings.node_names()} & {"starter", "starter-wide"}
+    if not wanted:
         return settings
     from grapevine.starter.model import starter_folder
 
-    model = str(starter_folder())
+    folders = {model: str(starter_folder(model)) for model in sorted(wanted)}
     nodes = settings.nodes
     if not isinstance(nodes, int):
         nodes = {
-            name: {**(own or {}), "model": model} if (own or {}).get("model") == "starter" else own
+            name: {**own, "model": folders[own["model"]]} if own and own.get("model") in folders else own
             for name, own in nodes.items()
         }
-    node = settings.node.model_copy(update={"model": model} if settings.node.model == "starter" else {})
+    node = settings.node.model_copy(update={"model": folders.get(settings.node.model, settings.node.model)})
     return settings.model_copy(update={"node": node, "nodes": nodes})
 
 
@@ -94,27 +126,18 @@ def _reach(settings: Settings) -> None:
     try:
         open_run(settings)[0].redis.ping()
     except TRANSIENT as error:
-        raise ServerRefused(f"the server that redis_url names does not answer: {error}") from None
+        raise away(settings.redis_url or "", error) from None
 
 
-def forget(settings: Settings) -> None:
-    """Delete what the server knows of a run of this name."""
-    ledger, _ = open_run(settings)
-    for key in list(ledger.redis.scan_iter(match=f"gv:{{{settings.run}*", count=1000)):
-        if key.startswith((f"gv:{{{settings.run}}}".encode(), f"gv:{{{settings.run}:".encode())):
-            ledger.redis.delete(key)
-
-
-def _run_processes(settings: Settings, server: EmbeddedServer | None, clock: _Stopwatch, console: Console) -> int:
-    """Supervise until the learners are complete or someone interrupts."""
+def _run_processes(
+    settings: Settings, server: EmbeddedServer | None, clock: _Stopwatch, console: Console, host: Host | None
+) -> int:
+    """Supervise until the learners are complete, those of guests too, or someone interrupts."""
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: stop.append(received))
-    settings_file = settings.run_folder / "settings.json"
-    tree = settings.model_dump(mode="json", exclude={"redis_url"})
-    settings_file.write_text(json.dumps(tree, indent=1))
-    supervisor = Supervisor(settings, settings_file, settings.redis_url or "")
-    progress = Progress(settings, console)
+    supervisor = Supervisor(settings, settings.run_folder / "settings.json", settings.redis_url or "")
+    screen = Screen.of(settings, console, lambda: clock.restarts + clock.server_restarts)
     nodes, generators, verifiers = len(settings.node_names()), settings.generators.replicas, settings.verifiers.replicas
     console.print(
         f"run [bold]{settings.run}[/bold]: {nodes} nodes, {generators} generators, {verifiers} verifiers; "
@@ -125,24 +148,31 @@ def _run_processes(settings: Settings, server: EmbeddedServer | None, clock: _St
     ledger: Ledger | None = None
     snapshot_due = 0.0
     try:
-        while not stop and not supervisor.learners_complete():
+        while not stop:
+            if supervisor.learners_complete():
+                clock.stop()
+                if host is None or not host.has_guests():
+                    break
             if server is not None and server.process is not None and server.process.poll() is not None:
                 supervisor.event("server restart", "server", server.process.returncode)
                 clock.server_restarts += 1
                 server.start()
             supervisor.tend()
             clock.restarts = supervisor.restarts
-            progress.show(supervisor.restarts + clock.server_restarts)
+            screen.show()
             if time.monotonic() > snapshot_due:
                 clock.write()
                 try:
                     ledger = ledger or open_run(settings)[0]
                     _snapshot(settings, ledger)
+                    if host is not None:
+                        host.publish(ledger)
                 except TRANSIENT:
                     ledger = None
                 snapshot_due = time.monotonic() + SNAPSHOT_SECONDS
             time.sleep(0.1)
     finally:
+        screen.close()
         if stop:
             console.print(
                 "draining: workers finish their step and write their checkpoints (Ctrl-C again does not hurry them)"
@@ -151,7 +181,7 @@ def _run_processes(settings: Settings, server: EmbeddedServer | None, clock: _St
         late = supervisor.stop()
         if late:
             console.print(f"[yellow]killed after the grace period: {', '.join(late)}[/yellow]")
-    return 130 if stop else 0
+    return 130 if stop and not supervisor.learners_complete() else 0
 
 
 class _Stopwatch:
@@ -168,16 +198,14 @@ class _Stopwatch:
         self.server_restarts = 0
 
     def stop(self) -> None:
-        """Training has ended; draining does not count."""
-        self._stopped = time.monotonic()
+        """Training has ended; draining does not count, nor what comes after the first call."""
+        self._stopped = self._stopped or time.monotonic()
 
     def write(self) -> None:
         """Write run.json."""
         elapsed = self._before + (self._stopped or time.monotonic()) - self._started
         facts = {"elapsed_seconds": elapsed, "restarts": self._restarts_before + self.restarts + self.server_restarts}
-        aside = self._path.with_suffix(".new")
-        aside.write_text(json.dumps(facts))
-        os.replace(aside, self._path)
+        _write(self._path, json.dumps(facts))
 
 
 def _snapshot(settings: Settings, ledger: Ledger) -> None:
@@ -186,9 +214,13 @@ def _snapshot(settings: Settings, ledger: Ledger) -> None:
     for node in settings.node_names():
         book = ledger.books(node)
         books[node] = {**asdict(book), "lost": book.lost}
-    path = settings.run_folder / "ledger.json"
+    _write(settings.run_folder / "ledger.json", json.dumps({"books": books, "counts": ledger.counts()}, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+    """All of a file or nothing."""
     aside = path.with_suffix(".new")
-    aside.write_text(json.dumps({"books": books, "counts": ledger.counts()}, indent=1))
+    aside.write_text(text)
     os.replace(aside, path)
 
 
@@ -202,25 +234,3 @@ def _only_one(folder: Path) -> Iterator[None]:
                 f"run {folder.name} is already up in another process; stop it, or choose another name with --set run=NAME"
             ) from None
         yield
-
-
-def show_summary(facts: dict[str, Any], console: Console) -> None:
-    """A run in five lines."""
-
-    def figure(name: str) -> str:
-        value, error = facts[name], facts.get(f"{name}_se")
-        if value is None:
-            return "-"
-        return f"{value:.3f}" + (f" ± {error:.3f}" if error is not None else "")
-
-    console.print(
-        f"\n[bold]{facts['run']}[/bold]: {facts['rounds']} rounds on {facts['nodes']} nodes "
-        f"in {facts['elapsed_seconds']:.0f} s\n"
-        f"  own reward   {figure('own_reward_first10')}  ->  {figure('own_reward_last10')}   (first and last ten rounds)\n"
-        f"  held-out     {figure('heldout_first')}  ->  {figure('heldout_last')}\n"
-        f"  groups       {facts['groups_ordered']} ordered, {facts['groups_lost']} lost, "
-        f"{facts['groups_trained_twice']} trained twice, {facts['swarm_groups_used']} taken from the swarm\n"
-        f"  {facts['tokens_per_second']:.0f} tokens/s, {facts['restarts']} restarts, "
-        f"{facts['quarantined']} messages quarantined",
-        highlight=False,
-    )

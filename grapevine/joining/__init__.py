@@ -1,0 +1,1 @@
+"""A run over several machines: invitations, the accounts of guests, taking part."""

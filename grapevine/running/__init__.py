@@ -1,0 +1,1 @@
+"""A swarm on this machine: workers as processes or in lockstep, restarted, resumed."""
