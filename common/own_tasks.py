@@ -24,14 +24,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
-from reasoning_gym.dataset import ProceduralDataset
-from reasoning_gym.factory import DATASETS
 
 from common.task_entries import SCORERS, OwnEntry, read_entry, read_lines
-from common.task_settings import TaskRefused, look_up_anew
+from common.task_settings import TaskRefused, datasets, look_up_anew
 
 CHECKSUM = "definition"
 """The setting of a question that carries the checksum of its task's definition."""
@@ -57,17 +55,6 @@ class Definition(msgspec.Struct, frozen=True):
     settings: dict[str, Any] = {}
     folder: str = ""
     checksum: str | None = None
-
-
-class OwnTask(ProceduralDataset):  # type: ignore[misc]
-    """A dataset in ReasoningGYM's sense; `source` is set by `register`, in a subclass for each definition."""
-
-    source: ClassVar[Source]
-
-    def __getitem__(self, idx: int) -> dict[str, Any]:
-        settings = {name: getattr(self.config, name) for name in self.source.definition.settings}
-        entry = self.source.entry(self.config.seed + idx, settings)
-        return {"question": entry.text, "answer": entry.answer, "metadata": {}, "entry": entry}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +83,7 @@ def register(definition: Definition) -> str:
         TaskRefused: one sentence on what is wrong: the name, the file's line and field, the function.
     """
     where = f"own_tasks.{definition.name}"
-    if definition.name in DATASETS and source_of(definition.name) is None:
+    if definition.name in datasets() and source_of(definition.name) is None:
         raise TaskRefused(f"{where}: ReasoningGYM has a dataset of this name; choose another")
     try:
         source = _load(definition)
@@ -107,15 +94,14 @@ def register(definition: Definition) -> str:
             f"{where}: makes other questions here than where the run was started; its files were changed since, or its "
             f"function depends on more than its random argument (the order of a set, say)"
         )
-    DATASETS[definition.name] = (type("OwnTask", (OwnTask,), {"source": source}), _config_class(definition))
+    datasets()[definition.name] = (_dataset_class(source), _config_class(definition))
     look_up_anew()
     return source.checksum
 
 
 def source_of(task: str) -> Source | None:
     """The loaded definition of a task of one's own; None for any other task."""
-    dataset = DATASETS.get(task, (None,))[0]
-    return dataset.source if dataset is not None and issubclass(dataset, OwnTask) else None
+    return getattr(datasets()[task][0], "own_source", None) if task in datasets() else None
 
 
 def check_definition(task: str, settings: dict[str, Any]) -> None:
@@ -228,6 +214,21 @@ def _check_names(settings: dict[str, Any]) -> None:
     for name in settings:
         if not name.isidentifier() or keyword.iskeyword(name) or name in _FIXED or name.endswith("_file"):
             raise ValueError(f"settings: {name!r} cannot name an argument here; rename it")
+
+
+def _dataset_class(source: Source) -> type:
+    """A dataset class in ReasoningGYM's sense, by whose attribute `own_source` a task of one's own is known."""
+    from reasoning_gym.dataset import ProceduralDataset
+
+    class OwnTask(ProceduralDataset):  # type: ignore[misc]
+        own_source = source
+
+        def __getitem__(self, idx: int) -> dict[str, Any]:
+            settings = {name: getattr(self.config, name) for name in source.definition.settings}
+            entry = source.entry(self.config.seed + idx, settings)
+            return {"question": entry.text, "answer": entry.answer, "metadata": {}, "entry": entry}
+
+    return OwnTask
 
 
 def _config_class(definition: Definition) -> type:

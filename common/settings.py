@@ -22,6 +22,9 @@ from common.own_tasks import Definition
 from common.settings_checks import contradiction, unknown_variable
 from common.tasks import TaskRefused, define, resolve_tasks
 
+# Tiny models that are made on first use (grapevine.starter) rather than fetched.
+STARTER_MODELS = ("starter", "starter-wide")
+
 NamePattern = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,38}[a-z0-9])?$")]
 
 
@@ -93,7 +96,7 @@ class EvaluateSettings(_Section):
 class NodeSettings(_Section):
     """One node. The section `node` holds for all, `nodes.<name>` overrides it for one."""
 
-    model: str = Field("starter", description="a hub id, a local folder, or `starter`")
+    model: str = Field("starter", description="a hub id, a local folder, `starter` or `starter-wide`")
     learner: Literal["train", "none"] = Field("train", description="`none`: contributes rollouts and never trains")
     tasks: str | list[Any] = Field(
         "starter", description="a preset (`starter`, `paper9`) or a list of dataset names, each with settings or without"

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from reasoning_gym.factory import DATASETS
 
 SETTINGS_BYTES = 4096
 TEXT_CHARACTERS = 32_768
@@ -43,14 +42,29 @@ class TaskRefused(ValueError):
     """A task or question that cannot be used; the message is one sentence that names the field and the fix."""
 
 
+@functools.cache
+def datasets() -> dict[str, tuple[Any, Any]]:
+    """ReasoningGYM's own registry: name -> (dataset class, configuration class).
+
+    Imported late: it takes more than a second, and most commands build no question.
+    """
+    from reasoning_gym.code.contrib.bfit.Compiler import Optimizer
+    from reasoning_gym.factory import DATASETS
+
+    # Every bf question would print a dot.
+    vars(Optimizer)["print"] = lambda *args, **kwargs: None
+    known: dict[str, tuple[Any, Any]] = DATASETS
+    return known
+
+
 def check_task(task: str, settings: dict[str, Any]) -> None:
     """Refuse an unknown or refused task, and settings of an unknown name or wrong type.
 
     Raises:
         TaskRefused: names the field and the fix.
     """
-    if task not in DATASETS:
-        raise TaskRefused(f"task {task[:80]!r} is unknown{nearest(task, DATASETS)}")
+    if task not in datasets():
+        raise TaskRefused(f"task {task[:80]!r} is unknown{nearest(task, datasets())}")
     if reason := REFUSED.get(task):
         raise TaskRefused(f"task '{task}' cannot be used: {reason}; choose another task")
     known = _defaults(task)
@@ -106,5 +120,5 @@ def look_up_anew() -> None:
 @functools.cache
 def _defaults(task: str) -> dict[str, Any]:
     """Settings of a dataset with their defaults; files are left out, since a message could name any path."""
-    fields = dataclasses.fields(DATASETS[task][1])
+    fields = dataclasses.fields(datasets()[task][1])
     return {f.name: f.default for f in fields if f.name not in ("seed", "size") and not f.name.endswith("_file")}

@@ -17,11 +17,9 @@ import unicodedata
 from typing import Annotated, Any
 
 import msgspec
-from reasoning_gym.code.contrib.bfit.Compiler import Optimizer
-from reasoning_gym.factory import DATASETS
 
 from common.own_tasks import CHECKSUM, Definition, check_definition, register, source_of
-from common.task_settings import REFUSED, TEXT_CHARACTERS, UNREPRODUCIBLE, TaskRefused, check_task, nearest
+from common.task_settings import REFUSED, TEXT_CHARACTERS, UNREPRODUCIBLE, TaskRefused, check_task, datasets, nearest
 
 __all__ = [
     "PRESETS",
@@ -41,9 +39,6 @@ __all__ = [
     "resolve_tasks",
     "seed_base_of",
 ]
-
-# Every bf question would print a dot.
-vars(Optimizer)["print"] = lambda *args, **kwargs: None
 
 SEEDS = 2**62
 INDICES = 2**20
@@ -162,7 +157,7 @@ def build(question: Question) -> Item:
         TaskRefused: whatever `check` refuses, and whatever ReasoningGYM raises on these settings.
     """
     check(question)
-    dataset_class, config_class = DATASETS[question.task]
+    dataset_class, config_class = datasets()[question.task]
     # Decoding afresh keeps the question's own settings out of reach of datasets that change their lists in place.
     settings = msgspec.json.decode(msgspec.json.encode(question.settings))
     try:

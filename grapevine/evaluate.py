@@ -23,7 +23,7 @@ from common.ledger import Ledger
 from common.messages import ScoredGroup, Version
 from common.policies import PolicyStore
 from common.run import open_run
-from common.settings import NodeSettings, Settings, SettingsError, merged
+from common.settings import STARTER_MODELS, NodeSettings, Settings, SettingsError, merged
 from grapevine.roles import make_engine, make_generator, make_trainer, make_verifier
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints
 from learners.evaluation import Evaluation, Plan, result
@@ -140,10 +140,10 @@ def _policy_of(settings: Settings, model: str, folder: Path) -> Policy:
             raise SettingsError(f"node {node} of run {run} has no checkpoint yet; evaluate it once it has trained a round")
         state, checkpoint = found
         return store.publish(checkpoint / WEIGHTS_FILE, state.version, base.for_node(node).model)
-    if model == "starter":
+    if model in STARTER_MODELS:
         from grapevine.starter.model import starter_folder
 
-        model = str(starter_folder())
+        model = str(starter_folder(model))
     make_trainer(model, settings.node, "eval").save(folder)
     return store.publish(folder / WEIGHTS_FILE, Version(1, 0), model)
 

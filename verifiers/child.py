@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from common.own_tasks import Definition, OwnTask, source_of
+from common.own_tasks import Definition, source_of
+from common.task_settings import datasets
 from common.tasks import Item, Question, TaskRefused, build, define, is_held_out
 from verifiers.answers import prepare
 from verifiers.scoring import accuracy
@@ -82,6 +83,7 @@ def host(
 
     Its first word is "ready", or a sentence on which of the tasks of one's own cannot be used.
     """
+    datasets()
     os.environ.clear()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _limit(resource.RLIMIT_AS, memory)
@@ -214,7 +216,7 @@ def _work(connection: socket.socket, limits: Limits) -> None:
         signal.setitimer(signal.ITIMER_PROF, limits.build)
         try:
             item = build(request.question)
-            if isinstance(item.dataset, OwnTask):
+            if source_of(item.question.task) is not None:
                 prepare(item.entry["entry"].scorer)
             first: Built | Refusal = Built(item.text, item.answer, is_held_out(item.text))
         except TaskRefused as refusal:

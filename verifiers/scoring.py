@@ -25,9 +25,7 @@ import re
 from collections.abc import Callable
 from decimal import Context, Decimal
 
-from reasoning_gym.dataset import ProceduralDataset
-
-from common.own_tasks import OwnTask
+from common.own_tasks import source_of
 from common.tasks import TEXT_CHARACTERS, Components, Item
 from verifiers.answers import accuracy_of
 
@@ -88,10 +86,13 @@ def accuracy(item: Item, answer: str | None) -> float:
     answer = (answer or "").strip()
     if not answer or len(answer) > ANSWER_CHARACTERS:
         return 0.0
-    if isinstance(item.dataset, OwnTask):
-        return accuracy_of(item.entry["entry"], answer, item.dataset.source.score)
+    source = source_of(item.question.task)
+    if source is not None:
+        return accuracy_of(item.entry["entry"], answer, source.score)
     scorer = SCORERS.get(item.question.task)
     if scorer is None:
+        from reasoning_gym.dataset import ProceduralDataset
+
         compares = type(item.dataset).score_answer is ProceduralDataset.score_answer
         scorer = _same if compares else _library
     return scorer(item, answer)

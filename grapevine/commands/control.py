@@ -33,13 +33,10 @@ def control(
     from grapevine.control.worker import control as work
     from grapevine.control.worker import default_name
     from grapevine.logs import configure_logs
+    from grapevine.running.local import with_models
 
     configure_logs(console=True)
-    loaded = load(settings, set_)
-    if any(loaded.for_node(node).model == "starter" for node in loaded.node_names()):
-        from grapevine.running.local import with_models
-
-        loaded = with_models(loaded)
+    loaded = with_models(load(settings, set_))
     work(loaded, default_name() if name is None else name, port)
 
 

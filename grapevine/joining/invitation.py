@@ -18,7 +18,7 @@ from rich.console import Console
 from common.ledger import Ledger
 from common.messages import SCHEMA
 from common.run import open_run
-from common.settings import Settings, SettingsError
+from common.settings import STARTER_MODELS, Settings, SettingsError
 from common.worker import TRANSIENT
 
 FORMAT = 1
@@ -79,7 +79,7 @@ def facts_of(settings: Settings) -> Facts:
 
 
 def _is_folder(model: str) -> bool:
-    return model != "starter" and (model.startswith((".", "/", "~")) or Path(model).exists())
+    return model not in STARTER_MODELS and (model.startswith((".", "/", "~")) or Path(model).exists())
 
 
 def _begun(folder: Path) -> str:

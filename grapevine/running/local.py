@@ -23,7 +23,7 @@ from rich.console import Console
 from common.ledger import Ledger
 from common.run import forget_run, open_run
 from common.server import away
-from common.settings import Settings, SettingsError
+from common.settings import STARTER_MODELS, Settings, SettingsError
 from common.worker import TRANSIENT
 from grapevine.joining.invitation import Host, facts_of
 from grapevine.report.summary import show_summary, summary
@@ -105,7 +105,7 @@ def _forget(settings: Settings) -> None:
 
 def with_models(settings: Settings) -> Settings:
     """The settings with the starter models' names replaced by their folders, which are made when they are not there."""
-    wanted = {settings.for_node(name).model for name in settings.node_names()} & {"starter", "starter-wide"}
+    wanted = {settings.for_node(name).model for name in settings.node_names()} & {*STARTER_MODELS}
     if not wanted:
         return settings
     from grapevine.starter.model import starter_folder

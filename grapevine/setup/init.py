@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from common.settings import SettingsError, load
+from common.settings import STARTER_MODELS, SettingsError, load
 
 TEMPLATE = """\
 # Settings of a grapevine run. Lines that are commented out show the defaults (or an example); take away the "# " to change
@@ -113,7 +113,7 @@ def write(file: Path, nodes: int, model: str, tasks: str, force: bool) -> None:
 
 def text(file: Path, nodes: int, model: str, tasks: str) -> str:
     """The file's content. The starter model takes the values of the demo, any other those of a careful first run."""
-    starter = model == "starter"
+    starter = model in STARTER_MODELS
     chosen = (
         {"rounds": 150, "max_new_tokens": 16, "own": 16, "swarm": 8, "learning_rate": "5.0e-4", "every": 50}
         if starter
