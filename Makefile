@@ -14,7 +14,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## make .venv and install grapevine with everything it needs
-	@echo "grapevine is ready in .venv; next: make demo"
+	@echo "grapevine is ready in .venv; next: make demo, or: . .venv/bin/activate && grapevine doctor"
 
 demo: $(STAMP) ## train a small swarm on this machine and print what came of it
 	@$(BIN)/grapevine up configs/demo.yaml --fresh

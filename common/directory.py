@@ -1,12 +1,14 @@
 """Who takes part in a run: registered keys, targets with their policies, workers' heartbeats, pool assignments.
 
-Guarantees: nothing here is needed for correctness of the ledger. Everything is refreshed by heartbeats, so a server that
-lost its memory is filled again within seconds; everything that ages out does so by the heartbeat's time.
+Guarantees: what others wrote and nobody can read counts as not there, and ends no reader. Nothing here is needed for
+correctness of the ledger: everything is refreshed by heartbeats, so a server that lost its memory is filled again within
+seconds, and everything that ages out does so by the heartbeat's time.
 """
 
 from __future__ import annotations
 
 import time
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -19,6 +21,9 @@ from common.messages import Version
 HEARTBEAT_SECONDS = 2.0
 WORKER_GONE_SECONDS = 15.0
 KEY_CACHE_SECONDS = 60.0
+
+# What decoding bytes of others can raise: no text, no message, a number that is none, brackets without end.
+UNREADABLE = (ValueError, RecursionError)
 
 
 class NameTaken(Exception):
@@ -68,7 +73,7 @@ class Directory:
             claim = f"node:{record.name}"
             if not self._redis.hsetnx(self._keys.identities(), claim, identity.key):
                 holder = self._redis.hget(self._keys.identities(), claim)
-                if holder is not None and holder.decode() != identity.key:
+                if holder is not None and holder != identity.key.encode():
                     raise NameTaken(
                         f"node {record.name} is registered with another key; choose another node name, "
                         f"or start it where its key file lies"
@@ -95,7 +100,7 @@ class Directory:
             return None
         try:
             record = _records.decode(data)
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return None
         return record if key_id(record.public_key) == key else None
 
@@ -108,7 +113,8 @@ class Directory:
     def targets(self, site: str) -> list[str]:
         """The site's targets, by name."""
         found = self._redis.hgetall(self._keys.targets())
-        return sorted(name.decode() for name, place in found.items() if place.decode() == site)
+        ours = [_text(name) for name, place in found.items() if place == site.encode()]
+        return sorted(name for name in ours if name is not None)
 
     def waiting_orders(self, targets: list[str]) -> dict[str, int]:
         """Orders per target that are not answered yet: waiting or in a generator's hands."""
@@ -118,9 +124,12 @@ class Directory:
         return dict(zip(targets, pipeline.execute(), strict=True))
 
     def policy(self, target: str) -> Policy | None:
-        """The policy announced last, or None."""
+        """The policy announced last; None where there is none, or none that can be read."""
         data = self._redis.get(self._keys.policy(target))
-        return _policies.decode(data) if data else None
+        try:
+            return _policies.decode(data) if data else None
+        except UNREADABLE:
+            return None
 
     @staticmethod
     def announcement(policy: Policy) -> bytes:
@@ -143,7 +152,10 @@ class Directory:
         now = time.time()
         beats = []
         for field, data in sorted(self._redis.hgetall(self._keys.workers()).items()):
-            beat = _heartbeats.decode(data)
+            try:
+                beat = _heartbeats.decode(data)
+            except UNREADABLE:
+                continue
             if now - beat.at < WORKER_GONE_SECONDS:
                 beats.append(beat)
             elif now - beat.at > 100 * WORKER_GONE_SECONDS:
@@ -161,9 +173,20 @@ class Directory:
         now = time.time()
         counts: dict[str, int] = {}
         for generator, value in self._redis.hgetall(self._keys.assignments()).items():
-            at, _, target = value.decode().partition(" ")
-            if now - float(at) > WORKER_GONE_SECONDS:
+            try:
+                text, _, target = value.decode().partition(" ")
+                at = float(text)
+            except UNREADABLE:
+                continue
+            if not isfinite(at) or now - at > WORKER_GONE_SECONDS:
                 self._redis.hdel(self._keys.assignments(), generator)
-            elif generator.decode() != besides:
+            elif generator != besides.encode():
                 counts[target] = counts.get(target, 0) + 1
         return counts
+
+
+def _text(value: bytes) -> str | None:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return None

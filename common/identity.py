@@ -8,7 +8,6 @@ SHA-256 digest: signing costs the same for long and short groups.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,6 +16,7 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
+from common.files import write_whole
 from common.messages import (
     SCHEMA,
     Envelope,
@@ -29,6 +29,7 @@ from common.messages import (
     encode,
     open_envelope,
 )
+from common.settings import SettingsError
 
 M = TypeVar("M", bound=msgspec.Struct)
 Role = Literal["node", "generator", "verifier"]
@@ -76,14 +77,14 @@ class Identity:
 
     @classmethod
     def kept(cls, role: Role, name: str, site: str, path: Path) -> Identity:
-        """The key stored at `path` (32 raw bytes, mode 0600), made on first use."""
+        """The key stored at `path` (32 raw bytes, mode 0600), made on first use. Raises SettingsError for a damaged one."""
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_suffix(".new")
-            aside.write_bytes(Ed25519PrivateKey.generate().private_bytes_raw())
-            aside.chmod(0o600)
-            os.replace(aside, path)
-        return cls(role, name, site, Ed25519PrivateKey.from_private_bytes(path.read_bytes()))
+            write_whole(path, Ed25519PrivateKey.generate().private_bytes_raw(), mode=0o600)
+        kept = path.read_bytes()
+        if len(kept) != 32:
+            raise SettingsError(f"the key of {name}, {path}, is damaged; restore it from a copy, or begin anew with --fresh")
+        return cls(role, name, site, Ed25519PrivateKey.from_private_bytes(kept))
 
     def seal(self, message: Order | RawGroup | ScoredGroup | SwarmGroup) -> bytes:
         """The signed envelope, ready for a stream."""

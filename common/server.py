@@ -77,6 +77,8 @@ class _Watch:
             raise ServerRefused(
                 f"the server at {place} is version {version}; grapevine needs Redis or Valkey {OLDEST} or newer"
             )
+        if (facts.get("redis_mode") or facts.get("server_mode") or "").strip() == "cluster":
+            raise ServerRefused(f"the server at {place} is a Redis Cluster; grapevine needs one that stands alone")
         if known is not None and known != self.run_id:
             raise ServerChanged("the server restarted")
 
@@ -109,8 +111,11 @@ def connect(url: str, socket_timeout: float = 30.0) -> redis.Redis:
             socket_connect_timeout=min(5.0, socket_timeout),
             redis_connect_func=_Watch(),
         )
-    except ValueError as error:
-        raise ServerRefused(f"redis_url cannot be used: {_line(error)}") from None
+    except ValueError:  # its words can hold a part of the password
+        raise ServerRefused(
+            "redis_url cannot be used; write it as redis://user:password@host:port/0, and signs of the password other than "
+            "letters and digits as %XX"
+        ) from None
     pool = client.connection_pool
     if pool.connection_class is SSLConnection:
         pool.connection_class = _TlsConnection

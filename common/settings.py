@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableVariable
@@ -20,20 +19,27 @@ from common.addresses import LOOPBACK, listen_address
 from common.messages import TAGS, Tag
 from common.own_tasks import Definition
 from common.settings_checks import contradiction, unknown_variable
+from common.settings_tree import MOST_NODES, branch_of, with_named_nodes, without_empty
+from common.settings_tree import SettingsError as SettingsError  # noqa: PLC0414 - importers find it here
+from common.settings_tree import merged as merged  # noqa: PLC0414
 from common.tasks import TaskRefused, define, resolve_tasks
+from common.yaml_text import BadYaml, parse
 
 # Tiny models that are made on first use (grapevine.starter) rather than fetched.
 STARTER_MODELS = ("starter", "starter-wide")
 
+DEFAULT_NODES = 4
+
 NamePattern = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,38}[a-z0-9])?$")]
-
-
-class SettingsError(Exception):
-    """A setting that cannot be used: one sentence that names the key and the fix."""
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_default(cls, tree: Any) -> Any:
+        return without_empty(tree, cls)
 
 
 class SamplingSettings(_Section):
@@ -196,11 +202,11 @@ class Settings(BaseSettings):
     listen: str = Field(
         LOOPBACK, description="where the server that `up` starts is reached: an address of this machine, or address:port"
     )
-    shards: int = Field(1, ge=1, le=1024, description="parts that the nodes' streams are spread over, for Redis Cluster")
+    shards: int = Field(1, ge=1, le=1024, description="parts that the nodes' streams are spread over")
     redeliver_seconds: float = Field(15.0, gt=0, description="a worker silent for so long loses its entries to others")
     policies_url: str | None = Field(None, description="fsspec URL for policy files; default: a folder of the run")
     node: NodeSettings = NodeSettings()
-    nodes: int | dict[NamePattern, dict[str, Any] | None] = Field(4, description="how many, or a name per node")
+    nodes: int | dict[NamePattern, dict[str, Any] | None] = Field(DEFAULT_NODES, description="how many, or a name per node")
     generators: GeneratorSettings = GeneratorSettings()
     verifiers: VerifierSettings = VerifierSettings()
     swarm: SwarmSettings = SwarmSettings()
@@ -220,6 +226,11 @@ class Settings(BaseSettings):
         """Files, environment and flags arrive merged as arguments (see `load`)."""
         return (init_settings,)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_default(cls, tree: Any) -> Any:
+        return without_empty(tree, cls)
+
     @field_validator("listen")
     @classmethod
     def _an_address(cls, value: str) -> str:
@@ -229,15 +240,18 @@ class Settings(BaseSettings):
     @field_validator("nodes")
     @classmethod
     def _some_nodes(cls, value: int | dict[str, Any]) -> int | dict[str, Any]:
-        if (value if isinstance(value, int) else len(value)) < 1:
+        number = value if isinstance(value, int) else len(value)
+        if number < 1:
             raise ValueError("a run needs at least one node")
+        if number > MOST_NODES:
+            raise ValueError(f"a run has at most {MOST_NODES} nodes")
         if not isinstance(value, int) and any(name.startswith("eval-") for name in value):
             raise ValueError("a node's name must not start with eval-, as those of evaluations do")
         return value
 
     @model_validator(mode="after")
     def _nodes_resolve(self) -> Settings:
-        for name in self.node_names():
+        for name in self._unlike_names():
             try:
                 self.for_node(name)
             except ValidationError as error:
@@ -247,6 +261,10 @@ class Settings(BaseSettings):
     def node_names(self) -> list[str]:
         """The nodes' names, in order."""
         return [f"node-{i}" for i in range(self.nodes)] if isinstance(self.nodes, int) else list(self.nodes)
+
+    def _unlike_names(self) -> list[str]:
+        """Names that stand for all: nodes that are given by their number are alike."""
+        return self.node_names()[:1] if isinstance(self.nodes, int) else self.node_names()
 
     def for_node(self, name: str) -> NodeSettings:
         """A node's settings: the section `node` with the node's own on top."""
@@ -267,13 +285,16 @@ def load(path: Path | None, flags: list[str] | None = None) -> Settings:
     return from_tree(read_tree(path, flags), path)
 
 
-def read_tree(path: Path | None, flags: list[str] | None = None) -> dict[str, Any]:
-    """What file, environment and flags set, nothing else and not checked yet. Raises SettingsError."""
+def read_tree(path: Path | None, flags: list[str] | None = None, joins: bool = False) -> dict[str, Any]:
+    """What file, environment and flags set, nothing else and not checked yet. Raises SettingsError.
+
+    `joins`: the nodes are another machine's, so any may be named.
+    """
     tree: dict[str, Any] = {}
     if path is not None:
         try:
-            tree = yaml.safe_load(path.read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            tree = parse(path.read_text()) or {}
+        except (OSError, UnicodeDecodeError, BadYaml) as error:
             raise SettingsError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
         if not isinstance(tree, dict):
             raise SettingsError(f"{path} must hold settings as `key: value`, not a {type(tree).__name__}")
@@ -281,13 +302,19 @@ def read_tree(path: Path | None, flags: list[str] | None = None) -> dict[str, An
         raise SettingsError(wrong)
     # Only what the environment names: a model would bring the defaults of its other fields along.
     try:
-        tree = merged(tree, EnvSettingsSource(Settings)())
+        variables = EnvSettingsSource(Settings)()
     except UnreadableVariable as error:
         raise SettingsError(f"the environment's GRAPEVINE_ variables: {error}; lists are written as JSON") from None
+    if not joins and any(name.upper().startswith("GRAPEVINE_NODES__") for name in os.environ):
+        tree = with_named_nodes(tree, variables, DEFAULT_NODES)
+    tree = merged(tree, variables)
     if os.environ.get("REDIS_URL") and not os.environ.get("GRAPEVINE_REDIS_URL"):
         tree["redis_url"] = os.environ["REDIS_URL"]
     for flag in flags or []:
-        tree = merged(tree, _branch(flag))
+        branch = branch_of(flag)
+        if not joins and flag.startswith("nodes."):
+            tree = with_named_nodes(tree, branch, DEFAULT_NODES)
+        tree = merged(tree, branch)
     odd = [key for key in tree if not isinstance(key, str)]
     if odd:
         raise SettingsError(f"unknown setting {odd[0]}; the names of settings are words")
@@ -300,6 +327,8 @@ def from_tree(tree: dict[str, Any], path: Path | None) -> Settings:
         settings = Settings(**tree)
     except ValidationError as error:
         raise SettingsError(_sentence(error)) from None
+    except RecursionError:
+        raise SettingsError(f"{path or 'a setting'} is nested too deeply") from None
     if wrong := contradiction(settings):
         raise SettingsError(wrong)
     settings = _define_tasks(settings, path.absolute().parent if path is not None else Path.cwd())
@@ -325,7 +354,7 @@ def _define_tasks(settings: Settings, folder: Path) -> Settings:
 def _check_tasks(settings: Settings) -> None:
     """Resolve every node's tasks now: a misspelt one should not wait for a worker to trip over it."""
     checked: list[str | list[Any]] = []
-    for name in settings.node_names():
+    for name in settings._unlike_names():
         wanted = settings.for_node(name).tasks
         if wanted in checked:
             continue
@@ -334,31 +363,6 @@ def _check_tasks(settings: Settings) -> None:
         except TaskRefused as error:
             raise SettingsError(f"{name}: {error}") from None
         checked.append(wanted)
-
-
-def _branch(flag: str) -> dict[str, Any]:
-    """`a.b=1` as a tree."""
-    key, sign, value = flag.partition("=")
-    if not sign:
-        raise SettingsError(f"--set {flag}: write it as key=value, for example node.mix.swarm=0")
-    try:
-        branch: Any = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"--set {flag}: {' '.join(str(error).split())}") from None
-    for part in reversed(key.split(".")):
-        branch = {part: branch}
-    return dict(branch)
-
-
-def merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """Two trees as one, `above` winning leaf by leaf."""
-    result = dict(below)
-    for key, value in above.items():
-        if isinstance(value, dict) and isinstance(result.get(key), dict):
-            result[key] = merged(result[key], value)
-        else:
-            result[key] = value
-    return result
 
 
 def _sentence(error: ValidationError, inside: list[str] | None = None) -> str:
@@ -374,17 +378,25 @@ def _sentence(error: ValidationError, inside: list[str] | None = None) -> str:
         near = difflib.get_close_matches(path[-1], _names(path[:-1], NodeSettings if inside else Settings), n=1)
         hint = f"; did you mean {'.'.join([*where[:-1], near[0]])}?" if near else ""
         return f"unknown setting {key}{hint}"
+    if path[-1:] == ["[key]"]:
+        return f"setting {where[0]}: {_shown(first.get('input'))} cannot be a name; up to 40 of a-z, 0-9, '.' and '-'"
     text = first["msg"].removeprefix("Value error, ")
-    return f"setting {key}: {text[0].lower()}{text[1:]} (got {first.get('input')!r})"
+    return f"setting {key}: {text[0].lower()}{text[1:]} (got {_shown(first.get('input'))})"
 
 
 def _nodes_sentence(given: Any, last: Any) -> str:
     """What is wrong with `nodes`, of which pydantic tells one story per type it could have had."""
     if not isinstance(given, dict):
-        return f"setting nodes: a number of nodes, or a name with settings per node (got {given!r})"
+        return f"setting nodes: a number of nodes, or a name with settings per node (got {_shown(given)})"
     if "[key]" in last["loc"]:
-        return f"setting nodes: {last.get('input')!r} cannot name a node; up to 40 of a-z, 0-9, '.' and '-'"
-    return f"setting nodes.{last['loc'][2]}: settings of this node as `key: value`, or nothing (got {last.get('input')!r})"
+        return f"setting nodes: {_shown(last.get('input'))} cannot name a node; up to 40 of a-z, 0-9, '.' and '-'"
+    got = _shown(last.get("input"))
+    return f"setting nodes.{last['loc'][2]}: settings of this node as `key: value`, or nothing (got {got})"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:199]}…"
 
 
 def _names(path: list[str], top: type[BaseModel]) -> list[str]:

@@ -51,9 +51,9 @@ def contradiction(settings: Settings) -> str | None:
     # `eval-` targets come and go with evaluation jobs.
     if target not in ("auto", *names) and not target.startswith("eval-"):
         near = difflib.get_close_matches(target, names, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"nodes are {_some(names)}; or set generators.target=auto"
+        hint = f"did you mean {near[0]}?" if near else f"nodes are {some(names)}; or set generators.target=auto"
         return f"setting generators.target: {target} is none of the nodes; {hint}"
-    for name in names:
+    for name in names[:1] if isinstance(settings.nodes, int) else names:  # those given by their number are alike
         node = settings.for_node(name)
         own = {} if isinstance(settings.nodes, int) else settings.nodes.get(name) or {}
         for keys, why in _within(node):
@@ -100,5 +100,6 @@ def _has(tree: Mapping[str, object], key: str) -> bool:
     return part in tree and (not rest or (isinstance(below, Mapping) and _has(below, rest)))
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Names for a sentence: the first eight."""
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

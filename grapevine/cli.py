@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from contextlib import suppress
-from typing import NoReturn
+from importlib import metadata
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -20,24 +22,35 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Decentralised RL post-training of language models by sharing rollouts.",
+    invoke_without_command=True,
 )
-app.command()(run.up)
-app.command()(run.worker)
-app.command()(join.invite)
-app.command()(join.join)
-app.command(name="eval")(evaluate.evaluate)
-app.command()(results.report)
-app.command()(results.leaderboard)
-app.command()(status.status)
-app.command()(setup.init)
-app.command()(setup.doctor)
-app.command()(setup.settings)
-app.command()(setup.starter)
-app.command()(control.control)
-app.add_typer(control.jobs, name="jobs")
-app.command()(control.export)
-app.command()(control.prune)
+start, look, take, machines, upkeep = "Start", "Look at it", "Take it along", "More machines", "Upkeep"
+app.command(rich_help_panel=start)(setup.init)
+app.command(rich_help_panel=start)(setup.doctor)
+app.command(rich_help_panel=start)(run.up)
+app.command(rich_help_panel=look)(status.status)
+app.command(rich_help_panel=look)(results.report)
+app.command(rich_help_panel=look)(results.leaderboard)
+app.command(name="eval", rich_help_panel=look)(evaluate.evaluate)
+app.command(rich_help_panel=take)(control.export)
+app.command(rich_help_panel=take)(setup.starter)
+app.command(rich_help_panel=machines)(join.invite)
+app.command(rich_help_panel=machines)(join.join)
+app.command(rich_help_panel=machines)(run.worker)
+app.command(rich_help_panel=upkeep)(control.control)
+app.add_typer(control.jobs, name="jobs", rich_help_panel=upkeep)
+app.command(rich_help_panel=upkeep)(control.prune)
+app.command(rich_help_panel=upkeep)(setup.settings)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="print the release and end", is_eager=True)] = False,
+) -> None:
+    """Decentralised RL post-training of language models by sharing rollouts."""
+    if version:
+        print(f"grapevine {metadata.version('grapevine-rl')}")
+        raise typer.Exit
 
 
 def main() -> NoReturn:
@@ -53,8 +66,13 @@ def main() -> NoReturn:
     from grapevine.disk import disk_trouble
     from grapevine.running.supervisor import GaveUp
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no curves is no reason to end a run
     try:
         app()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (SettingsError, TaskRefused, ServerRefused, NameTaken, Fenced) as error:
         _say(error)
         sys.exit(2)

@@ -1,7 +1,7 @@
 """Errors of the disk, told to people: where there is no room, or no right to write, and what to do.
 
-Guarantees: only an error that the operating system reported as such is translated, wherever in a chain of exceptions it
-stands; every other one passes unchanged.
+Guarantees: only an error that the operating system reported as such is translated, whether it was raised itself or is the
+stated cause of what was; every other one passes unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from common.settings import SettingsError
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
 
 # What is no OSError by the time it reaches us: safetensors' own errors, and the log of a server that could not start.
 _RUST = re.compile(r"\(os error (\d+)\)")
@@ -46,17 +46,19 @@ def disk_trouble(error: BaseException, folder: Path | None = None) -> str | None
         if number in FULL or number in CLOSED:
             named = getattr(link, "filename", None)
             place = Path(os.fsdecode(named)).parent if isinstance(named, str | bytes) else folder
+            if number in FULL and place is None:
+                return f"there is no room left to write ({os.strerror(number)}); make room and run the same command again"
             if number in FULL:
                 return (
-                    f"there is no room left to write in {place or 'a folder of this run'} ({os.strerror(number)}); make "
-                    f"room there and run the same command again: it goes on with the last checkpoint"
+                    f"there is no room left to write in {place} ({os.strerror(number)}); make room there and run the same "
+                    f"command again: it goes on with the last checkpoint"
                 )
             if isinstance(named, str | bytes):
                 return (
                     f"{os.fsdecode(named)} cannot be written ({os.strerror(number)}); "
                     f"make it writable, or choose another place with --set folder=PATH"
                 )
-        link = link.__cause__ or link.__context__
+        link = link.__cause__
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,11 @@ from common.run import open_run
 from common.settings import STARTER_MODELS, NodeSettings, Settings, SettingsError, merged
 from grapevine.roles import make_engine, make_generator, make_trainer, make_verifier
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints
-from learners.evaluation import Evaluation, Plan, result
+from learners.evaluation import Evaluation, Plan
 
 # One job has one evaluation, whoever works on it: there is nobody to fence off.
 INCARNATION = 1
+PATIENCE_SECONDS = 10.0**8
 
 Progress = Callable[[int, int], None]
 
@@ -41,6 +43,7 @@ def evaluate_policy(
     identity: Identity,
     job: str,
     policy: Policy,
+    node: NodeSettings,
     tasks: str | list[Any] | None = None,
     questions: int | None = None,
     completions: int | None = None,
@@ -48,27 +51,36 @@ def evaluate_policy(
 ) -> dict[str, Any]:
     """Evaluate a pinned policy in a running swarm, on the target `eval-<identity>-<job>`; waits for the last answer.
 
-    What is left out is as the section `node` of the settings says. `job` holds no hyphen. Called again for the same job
-    it takes up what is there. Raises what the connection raises: the caller tries again.
+    What is left out is as `node`, the settings of the node that is evaluated, says. `job` holds no hyphen. Called again
+    for the same job it takes up what is there. Raises Unanswered when nothing comes back, and what the connection raises:
+    the caller tries again.
     """
-    node = _asked(settings.node, tasks, questions, completions)
-    evaluation = Evaluation(job, _plan(settings, node), policy, ledger, directory, identity, INCARNATION)
+    plan = _plan(settings, _asked(node, tasks, questions, completions))
+    evaluation = Evaluation(job, plan, policy, ledger, directory, identity, INCARNATION)
     directory.register(identity)
     evaluation.rejoin()
-    while True:
-        groups = evaluation.step(wait_ms=500)
-        if groups is not None:
-            return {"version": str(policy.version), **result(groups)}
+    while not evaluation.step(wait_ms=500):
         if on_progress:
-            on_progress(evaluation.answered, evaluation.plan.orders)
+            on_progress(evaluation.answered, plan.orders)
+    figures = {"version": str(policy.version), **evaluation.result()}
+    evaluation.forget()
+    return figures
 
 
 def evaluate_model(
-    settings: Settings, model: str, answers: Path | None = None, on_progress: Progress | None = None
+    settings: Settings,
+    model: str,
+    tasks: str | list[Any] | None = None,
+    questions: int | None = None,
+    completions: int | None = None,
+    max_new_tokens: int | None = None,
+    answers: Path | None = None,
+    on_progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Evaluate a model folder, a hub id or `RUN/NODE` (that node's newest checkpoint) as the section `node` says.
+    """Evaluate a model folder, a hub id or `RUN/NODE` (that node's newest checkpoint) in this process.
 
-    `answers` names a JSONL file for every question with what was answered. Raises SettingsError for what is no model.
+    What is left out is as the section `node` of the settings says, or the settings of NODE. `answers` names a JSONL file
+    for every question with what was answered. Raises SettingsError for what is no model.
     """
     from transformers.utils import logging
 
@@ -78,7 +90,12 @@ def evaluate_model(
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the caller shows one of its own
     with tempfile.TemporaryDirectory(prefix="grapevine-eval-") as scratch:
         folder = Path(scratch)
-        policy = _policy_of(settings, model, folder)
+        own = run_of(settings.folder, model)
+        node = settings.for_node(own.node) if own and own.node in settings.node_names() else settings.node
+        node = _asked(node, tasks, questions, completions, max_new_tokens)
+        # Nobody else's answers are waited for here, so no order is ever late.
+        plan = replace(_plan(settings, node), order_seconds=PATIENCE_SECONDS)
+        policy = _policy_of(own, model, node, folder)
         server = EmbeddedServer(folder / "server")
         server.start()
         try:
@@ -87,18 +104,20 @@ def evaluate_model(
             generator = make_generator("generator-0", alone, ledger, directory, make_engine(alone))
             verifier = make_verifier("verifier-0", alone, ledger, directory)
             identity = Identity.fresh("node", "alone", "local")
-            evaluation = Evaluation("0", _plan(alone, alone.node), policy, ledger, directory, identity, INCARNATION)
+            evaluation = Evaluation("0", plan, policy, ledger, directory, identity, INCARNATION)
             directory.register(identity)
+            raw = ledger.raw(ledger.keys.shard_of(evaluation.target))
             for worker in (generator, verifier, evaluation):
                 worker.rejoin()
             try:
-                groups = None
-                while groups is None:
+                done = False
+                while not done:
                     if directory.waiting_orders([evaluation.target])[evaluation.target]:
                         generator.pool.serve(evaluation.target)
                         generator.step()
+                    while ledger.redis.xlen(raw):
                         verifier.step()
-                    groups = evaluation.step()
+                    done = evaluation.step()
                     if on_progress:
                         on_progress(evaluation.answered, evaluation.plan.orders)
             finally:
@@ -106,18 +125,46 @@ def evaluate_model(
         finally:
             server.stop()
     if answers is not None:
-        _write_answers(answers, groups)
-    return {"model": model, "version": str(policy.version), **result(groups)}
+        _write_answers(answers, evaluation.answers())
+    return {"model": model, "version": str(policy.version), "asked_for": node.evaluate.questions, **evaluation.result()}
+
+
+@dataclass(frozen=True)
+class RunNode:
+    """A node of a run in this machine's folder of runs."""
+
+    run_folder: Path
+    node: str
+
+
+def run_of(folder: Path, model: str) -> RunNode | None:
+    """What `RUN/NODE` names; None when there is no such run, so that it may be a hub id.
+
+    Raises SettingsError when the run has no such node.
+    """
+    run, _, node = model.partition("/")
+    nodes = sorted(path.name for path in (folder / run / "nodes").glob("*"))
+    if not node or not nodes:
+        return None
+    if node not in nodes:
+        raise SettingsError(f"run {run} has no node {node}; it has {', '.join(nodes[:8])}{', ...' if nodes[8:] else ''}")
+    return RunNode(folder / run, node)
 
 
 def _asked(
-    node: NodeSettings, tasks: str | list[Any] | None, questions: int | None, completions: int | None
+    node: NodeSettings,
+    tasks: str | list[Any] | None,
+    questions: int | None,
+    completions: int | None,
+    max_new_tokens: int | None = None,
 ) -> NodeSettings:
     """A node's settings with what one evaluation asks for on top."""
     wanted = {"questions": questions, "completions": completions}
     own: dict[str, Any] = {"evaluate": {name: value for name, value in wanted.items() if value is not None}}
     if tasks is not None:
         own["tasks"] = tasks
+    if max_new_tokens is not None:
+        own["sampling"] = {"max_new_tokens": max_new_tokens}
     return NodeSettings.model_validate(merged(node.model_dump(), own))
 
 
@@ -128,31 +175,27 @@ def _plan(settings: Settings, node: NodeSettings) -> Plan:
     return plan
 
 
-def _policy_of(settings: Settings, model: str, folder: Path) -> Policy:
+def _policy_of(own: RunNode | None, model: str, node: NodeSettings, folder: Path) -> Policy:
     """The weights to evaluate as a policy of their own."""
-    run, _, node = model.partition("/")
-    trained = settings.folder / run / "nodes" / node
     store = PolicyStore(str(folder / "policies"), "alone", kept=2)
-    if node and trained.is_dir():
-        found = Checkpoints(trained / "checkpoints").newest()
-        base = Settings.model_validate(json.loads((settings.folder / run / "settings.json").read_text()))
+    if own is not None:
+        found = Checkpoints(own.run_folder / "nodes" / own.node / "checkpoints").newest()
         if found is None:
-            raise SettingsError(f"node {node} of run {run} has no checkpoint yet; evaluate it once it has trained a round")
+            raise SettingsError(f"{model} has no checkpoint yet; evaluate it once it has trained a round")
         state, checkpoint = found
-        return store.publish(checkpoint / WEIGHTS_FILE, state.version, base.for_node(node).model)
+        return store.publish(checkpoint / WEIGHTS_FILE, state.version, node.model)
     if model in STARTER_MODELS:
         from grapevine.starter.model import starter_folder
 
         model = str(starter_folder(model))
-    make_trainer(model, settings.node, "eval").save(folder)
+    make_trainer(model, node).save(folder)
     return store.publish(folder / WEIGHTS_FILE, Version(1, 0), model)
 
 
-def _write_answers(path: Path, groups: list[ScoredGroup]) -> None:
+def _write_answers(path: Path, answers: list[tuple[ScoredGroup, ScoredGroup]]) -> None:
     """One line per question: task, text, right answer, and every completion with its accuracy."""
-    half = len(groups) // 2
     lines = []
-    for greedy, sampled in zip(groups[:half], groups[half:], strict=True):
+    for greedy, sampled in answers:
         item = tasks.build(greedy.question)
         said = [
             [{"text": c.text, "accuracy": score.accuracy} for c, score in zip(g.completions, g.components, strict=True)]
@@ -167,22 +210,23 @@ def show(figures: dict[str, Any], console: Console) -> None:
     """The figures of an evaluation as a table, one row per task."""
     most = str(figures["completions"])
     table = Table(
-        title=f"{figures['model']}: {figures['questions']} held-out questions",
-        title_justify="left",
-        box=SIMPLE,
-        pad_edge=False,
+        title=f"{figures['model']}: {figures['questions']} held-out questions", title_justify="left", box=SIMPLE, padding=0
     )
     table.add_column("task", no_wrap=True)
-
-    for head in ("asked", "greedy pass@1", "sampled pass@1", f"pass@{most}"):
+    heads = ["asked", "greedy pass@1", "sampled pass@1", *([f"pass@{most}"] if most != "1" else [])]
+    for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
     parts = list(figures["by_task"].items())
     for place, (name, part) in enumerate([*parts, ("all", figures)] if len(parts) > 1 else parts, 1):
         mean = {"rate": part["reward"], "low": part["low"], "high": part["high"]}
-        cells = [_cell(part["greedy"]), _cell(mean), _cell(part["pass_at"][most])]
-        table.add_row(name, str(part["questions"]), *cells, end_section=place == len(parts))
+        rates = [part["greedy"], mean, part["pass_at"][most]][: len(heads) - 1]
+        table.add_row(name, str(part["questions"]), *map(_cell, rates), end_section=place == len(parts))
     console.print(table)
-    console.print(f"{most} sampled completions per question; 95 % intervals over questions", style="dim", highlight=False)
+    if figures["questions"] + figures["unanswered"] < figures["asked_for"]:
+        console.print(f"{figures['asked_for']} were asked for; the tasks have no more", style="dim", highlight=False)
+    left_out = f"; {figures['unanswered']} questions were left unanswered" if figures["unanswered"] else ""
+    of_each = f"{most} sampled completion{'s' if most != '1' else ''} per question"
+    console.print(f"{of_each}; 95 % intervals over questions{left_out}", style="dim", highlight=False)
 
 
 def _cell(rate: dict[str, float]) -> str:

@@ -8,7 +8,6 @@ lies there is overwritten.
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import shutil
 import tempfile
@@ -17,25 +16,30 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from common.directory import Policy
 from common.messages import Version
 from common.policies import BadPolicy, fetch, sha256
 from common.settings import Settings, SettingsError
 from grapevine.model_card import model_card
+from grapevine.report.folder import run_tree
 from learners.checkpoint import STATE_FILE, WEIGHTS_FILE, LearnerState
 
 ATTEMPTS = 5
 
 
 def run_settings(folder: Path, run: str) -> Settings:
-    """The settings that a run was started with. Raises SettingsError when there is no such run."""
+    """The settings that a run was started with. Raises SettingsError when there is no such run, or its file is damaged."""
     path = folder / run / "settings.json"
     if not path.exists():
         runs = [other.parent.name for other in folder.glob("*/settings.json")]
         raise SettingsError(f"{folder / run} holds no run that `grapevine up` started{_near(run, runs)}")
     # What the file says of its place was true when it was written; the folder may have been moved since.
-    return Settings.model_validate({**json.loads(path.read_text()), "folder": folder, "run": run})
+    try:
+        return Settings.model_validate({**run_tree(folder / run), "folder": folder, "run": run})
+    except ValidationError:
+        raise SettingsError(f"{path} was not written by this release; `grapevine up` writes it anew") from None
 
 
 def parse_version(text: str) -> Version:

@@ -24,3 +24,5 @@ def configure_logs(console: bool) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level]),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+    # It tells of every attempt to reach the hub; what came of them is told once, by whoever asked.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)

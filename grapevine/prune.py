@@ -1,14 +1,14 @@
 """`grapevine prune`: frees what stopped runs no longer need.
 
 Guarantees: a run that is up is not touched, and none can be started while it is being pruned; the newest policies of every
-node, those that a pending evaluation holds, checkpoints, keys and records stay; what goes is listed with its size first.
+node, those that a pending evaluation holds, what was written within the last hour, checkpoints, keys and records stay;
+what goes is listed with its size first.
 Only the run's own folder is looked at, not a `policies_url` elsewhere.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -20,10 +20,13 @@ from pathlib import Path
 
 import msgspec
 
+from common.files import read_object
 from common.settings import SettingsError
 from learners.checkpoint import STATE_FILE, LearnerState
 
 SET_ASIDE = re.compile(r"(?P<run>.+)-(?P<at>\d{8}-\d{6})")
+# Workers that nobody's `up` started hold no lock: what is younger may be theirs.
+YOUNG_SECONDS = 3600.0
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
@@ -110,7 +113,9 @@ def prune_runs(planned: Planned) -> Planned:
 
 
 def is_up(run: Path) -> bool:
-    """Whether a `grapevine up` holds the run."""
+    """Whether a `grapevine up` holds the run. Makes no file."""
+    if not (run / "lock").exists():
+        return False
     with _held(run) as free:
         return not free
 
@@ -145,7 +150,8 @@ def _leftovers(run: Path, keep: int) -> list[Item]:
     for cache in sorted((run / "cache").glob("*")):
         if not cache.is_symlink():
             items.append(Item(cache, "cache", _size(cache), run))
-    return [item for item in items if item.size]
+    now = time.time()
+    return [item for item in items if item.size and now - _touched(item.path) > YOUNG_SECONDS]
 
 
 def _held_by_evaluations(node: Path) -> set[str]:
@@ -171,10 +177,14 @@ def _set_aside(path: Path) -> tuple[str | None, float]:
     A run may be named like one set aside: what it calls itself in its settings tells the two apart.
     """
     match = SET_ASIDE.fullmatch(path.name)
-    settings = path / "settings.json"
-    if match is None or not settings.exists() or json.loads(settings.read_text()).get("run") != match["run"]:
+    if match is None or (read_object(path / "settings.json") or {}).get("run") != match["run"]:
         return None, 0.0
     return match["run"], time.mktime(time.strptime(match["at"], "%Y%m%d-%H%M%S"))
+
+
+def _touched(path: Path) -> float:
+    """When a file, or anything under a folder, was last written to."""
+    return max((entry.lstat().st_mtime for entry in path.rglob("*")), default=0.0) if path.is_dir() else path.stat().st_mtime
 
 
 def _size(path: Path) -> int:

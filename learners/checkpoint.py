@@ -29,10 +29,11 @@ WEIGHTS_FILE = "model.safetensors"
 
 
 class PendingEvaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An evaluation under way: of the policy after `round`, whose file is pinned."""
+    """An evaluation under way: of the policy after `round`, whose file is pinned. `plan` tells what was asked."""
 
     round: int
     policy: Policy
+    plan: str = ""
 
 
 class LearnerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,18 +137,26 @@ class Checkpoints:
         self.clear(after=name)
         self.amend(state)
 
-    def clear(self, after: str = "") -> None:
-        """Delete the checkpoints newer than `after`, by default all."""
+    def clear(self, after: str) -> None:
+        """Delete the checkpoints newer than `after`."""
         for folder in self._all():
             if folder.name > after:
                 shutil.rmtree(folder)
+
+    def begin_anew(self) -> None:
+        """Delete everything, the number of incarnations included."""
+        shutil.rmtree(self._folder)
+        self._folder.mkdir()
 
     def raise_incarnation(self) -> int:
         """A number above every earlier one of this node, remembered before it is returned."""
         path = self._folder / "incarnation"
         last = max([int(folder.name.partition("-")[0]) for folder in self._all()], default=0)
         if path.exists():
-            last = max(last, int(path.read_text()))
+            try:
+                last = max(last, int(path.read_text()))
+            except ValueError:
+                raise SettingsError(f"{path} is damaged: it should hold a whole number; write {last + 1} into it") from None
         aside = path.with_suffix(".new")
         aside.write_text(str(last + 1))
         _sync(aside)

@@ -8,6 +8,7 @@ starts it anew takes up what is there.
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 import time
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ from learners.orders import Account, AccountState
 from learners.scores import Answered, summarize
 
 TEND_SECONDS = 1.0
+ATTEMPTS = 4
+
+
+class Unanswered(Exception):
+    """An evaluation of which nothing came back."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,12 @@ class Plan:
     def orders(self) -> int:
         """Number of orders: the first half greedy, the second sampled."""
         return 2 * len(self.questions)
+
+    @property
+    def digest(self) -> str:
+        """Tells plans apart that ask something else."""
+        asked = msgspec.json.encode([self.questions, self.completions, self.sampling])
+        return hashlib.sha256(asked).hexdigest()[:16]
 
 
 class Evaluation:
@@ -83,7 +95,7 @@ class Evaluation:
             self._order,
             lambda: plan.orders,
             AccountState(),
-            attempts=sys.maxsize,  # every question counts: none is given up for another
+            attempts=sys.maxsize,  # none is given up for another question
         )
         self._tended = time.monotonic()
 
@@ -97,17 +109,46 @@ class Evaluation:
         self._account.reconcile(0, self._announcement)
         self._directory.add_target(self.target, self._site)
 
-    def step(self, wait_ms: int = 0) -> list[ScoredGroup] | None:
-        """Collect; all groups in order number once every order is answered, and the target is gone then."""
+    def step(self, wait_ms: int = 0) -> bool:
+        """Collect. True once every order is answered, or was asked ATTEMPTS times in vain."""
         self._account.poll(wait_ms)
-        if time.monotonic() - self._tended > TEND_SECONDS:
+        if time.monotonic() - self._tended > TEND_SECONDS or self._ledger.clock.unit == "round":
             self._tended = time.monotonic()
             self._account.tend(0, self._announcement)
-        if len(self._account.waiting) < self.plan.orders:
-            return None
-        groups = [one.group for _, one in sorted(self._account.waiting.items())]
+        missing = set(range(self.plan.orders)) - self._account.waiting.keys()
+        return all(self._account.times_asked(number) > ATTEMPTS for number in missing)
+
+    def answers(self) -> list[tuple[ScoredGroup, ScoredGroup]]:
+        """The greedy and the sampled group of every question that has both."""
+        groups, half = self._account.waiting, len(self.plan.questions)
+        return [
+            (groups[number].group, groups[number + half].group)
+            for number in range(half)
+            if number in groups and number + half in groups
+        ]
+
+    def result(self) -> dict[str, Any]:
+        """The figures (see `learners.scores`), with the number of questions left `unanswered`.
+
+        Raises Unanswered when there is nothing to judge by.
+        """
+        answers = self.answers()
+        if not answers:
+            raise Unanswered(
+                f"none of the {len(self.plan.questions)} questions of {self.target} was answered; "
+                f"`grapevine status --quarantine` says what was refused, and the generators' logs what failed"
+            )
+        figures = summarize(
+            [
+                Answered(one.question.task, one.components[0].accuracy, tuple(c.accuracy for c in other.components))
+                for one, other in answers
+            ]
+        )
+        return {**figures, "unanswered": len(self.plan.questions) - len(answers)}
+
+    def forget(self) -> None:
+        """Delete what the server knows of it."""
         self._ledger.forget_target(self.target)
-        return groups
 
     def _order(self, number: int) -> Order:
         plan = self.plan
@@ -124,17 +165,6 @@ class Evaluation:
             deadline=self._ledger.clock.now() + int(plan.order_seconds * (1000 if self._ledger.clock.unit == "ms" else 1)),
             share=[],
         )
-
-
-def result(groups: list[ScoredGroup]) -> dict[str, Any]:
-    """The figures of a finished evaluation (see `learners.scores`)."""
-    greedy, sampled = groups[: len(groups) // 2], groups[len(groups) // 2 :]
-    return summarize(
-        [
-            Answered(one.question.task, one.components[0].accuracy, tuple(c.accuracy for c in other.components))
-            for one, other in zip(greedy, sampled, strict=True)
-        ]
-    )
 
 
 def distinct_questions(specs: tuple[tasks.TaskSpec, ...], run_seed: int, wanted: int) -> tuple[tasks.Question, ...]:

@@ -17,8 +17,12 @@ from statistics import fmean
 from typing import Any
 
 import msgspec
+import structlog
 
-from learners.sinks import Sink
+from common.settings import SettingsError
+from learners.sinks import Kind, Sink
+
+log = structlog.get_logger()
 
 FILES = ("rounds.jsonl", "timing.jsonl", "heldout.jsonl", "rollouts.jsonl")
 SMOOTH = 10
@@ -34,7 +38,7 @@ class Journal:
     def __init__(self, folder: Path, keep_until: int, sinks: Sequence[Sink] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._sinks = sinks
+        self._sinks = list(sinks)
         for name in FILES:
             lines = read(folder / name)
             kept = [line for line in lines if line["round"] <= keep_until]
@@ -56,8 +60,7 @@ class Journal:
         self._rewards.append(record["own_reward"])
         self._last = record
         self._append("rounds.jsonl", record)
-        for sink in self._sinks:
-            sink.write("round", record, record["round"])
+        self._pass_on("round", record)
 
     def timing(self, record: dict[str, Any]) -> None:
         """One round's seconds; `at` is when it ended."""
@@ -69,13 +72,21 @@ class Journal:
         self.evaluated.add(record["round"])
         self._heldout = record
         self._append("heldout.jsonl", record)
-        for sink in self._sinks:
-            sink.write("heldout", record, record["round"])
+        self._pass_on("heldout", record)
 
     def rollouts(self, records: list[dict[str, Any]]) -> None:
         """Groups to read."""
         for record in records:
             self._append("rollouts.jsonl", record)
+
+    def _pass_on(self, kind: Kind, record: dict[str, Any]) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.write(kind, record, record["round"])
+            except Exception as error:
+                # The files are the record; a service that is away must not end the training.
+                log.error("sink given up", sink=type(sink).__name__, error=str(error))
+                self._sinks.remove(sink)
 
     def close(self) -> None:
         """Close the sinks; the files are whole after every line."""
@@ -111,11 +122,19 @@ class Journal:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole lines of a journal file; a last line cut short by a crash is left out."""
+    """All whole lines of a journal file; a last line cut short by a crash is left out.
+
+    Raises SettingsError for a damaged line.
+    """
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")
-    return [msgspec.json.decode(line) for line in lines[:-1]]
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            records.append(msgspec.json.decode(line))
+        except msgspec.DecodeError:
+            raise SettingsError(f"{path}: line {number} is damaged; take it out, or begin the run anew") from None
+    return records
 
 
 def curve(values: list[float], points: int) -> list[float]:

@@ -24,13 +24,13 @@ from common import metrics, tasks
 from common.directory import Directory, Policy
 from common.identity import Identity
 from common.ledger import Ledger
-from common.messages import Order, Sampling, Version
+from common.messages import Order, Sampling, SwarmGroup, Version
 from common.policies import PolicyStore
-from common.settings import NodeSettings, Settings
+from common.settings import NodeSettings, Settings, SettingsError
 from common.shared_streams import SwarmReader
-from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState, PendingEvaluation, Tensors
-from learners.evaluation import Evaluation, Plan, result
-from learners.journal import Journal
+from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState, Tensors
+from learners.heldout import HeldOut
+from learners.journal import Journal, read
 from learners.mix import Sample, draw_swarm, own_samples, swarm_samples
 from learners.orders import Account, Arrived
 from learners.record import rollout_records, rollouts_due, round_record
@@ -92,6 +92,12 @@ class Learner:
             self._state, folder_of_checkpoint = found
             trainer.load(folder_of_checkpoint)
             log.info("resumed", node=node, round=self._state.round)
+        elif read(folder / "rounds.jsonl"):
+            # The first checkpoint is older than the first round: beginning anew unasked would throw the work away.
+            raise SettingsError(
+                f"{node} has trained but has no checkpoint in {folder / 'checkpoints'}; put one back, "
+                f"or begin the run anew with `grapevine up --fresh`"
+            )
         # In lockstep a repeated round gives the very weights that bore its number before.
         again = found is not None and ledger.clock.unit == "round"
         self._incarnation = self._state.version.incarnation if again else self._checkpoints.raise_incarnation()
@@ -115,7 +121,10 @@ class Learner:
             self._state.seen,
             settings.swarm.quota,
         )
-        self._evaluations = [self._evaluation(pending) for pending in self._state.evaluations]
+        self._heldout = HeldOut(
+            self._node, self._tasks, settings.seed, ledger, directory, identity, self._incarnation,
+            self._journal, self._store, self._state.evaluations,
+        )  # fmt: skip
 
     # --- the worker's side ---
 
@@ -125,23 +134,22 @@ class Learner:
         self._account.reconcile(self._state.round, self._announcement())
         # The pool learns of a target only once its policy is announced.
         self._directory.add_target(self.name, self._settings.site)
-        for evaluation in self._evaluations:
-            evaluation.rejoin()
+        self._heldout.rejoin()
         # Round 0 begins here; so does an evaluation that a crash or a lost connection kept from beginning.
-        self._begin_evaluation_if_due()
+        self._heldout.begin_if_due(self._state.round, self._policy)
 
     def step(self) -> bool:
         """Collect what arrived; run a round when it is complete. False when all rounds and evaluations are done."""
-        self._advance_evaluations()
+        self._heldout.advance()
         if self._state.round >= self._node.rounds:
-            self._doing = "evaluates" if self._evaluations else "complete"
-            if not self._evaluations:
+            self._doing = "evaluates" if self._heldout.pending else "complete"
+            if not self._heldout.pending:
                 return False
             time.sleep(0.05 if self._ledger.clock.unit == "ms" else 0)
             return True
         ready = len(self._account.waiting) >= self._node.mix.own
         lockstep = self._ledger.clock.unit == "round"
-        self._account.poll(0 if ready or lockstep else WAIT_MS if not self._evaluations else 50)
+        self._account.poll(0 if ready or lockstep else WAIT_MS if not self._heldout.pending else 50)
         self._tend()
         stale = self._stale()
         if stale:
@@ -165,6 +173,7 @@ class Learner:
 
     def checkpoint(self) -> tuple[Path, LearnerState]:
         """A checkpoint of this moment, evaluations under way included: its folder and its state."""
+        self._state = msgspec.structs.replace(self._state, evaluations=self._heldout.pending)
         return self._checkpoints.save(self._state, self._trainer), self._state
 
     def facts(self) -> dict[str, Any]:
@@ -213,7 +222,7 @@ class Learner:
         return min(self._node.ahead, left) * self._node.mix.own
 
     def _tend(self) -> None:
-        if time.monotonic() - self._tended > TEND_SECONDS:
+        if time.monotonic() - self._tended > TEND_SECONDS or self._ledger.clock.unit == "round":
             self._tended = time.monotonic()
             again, given_up = self._account.tend(self._state.round, self._announcement())
             if again or given_up:
@@ -243,10 +252,7 @@ class Learner:
         node, started = self._node, time.monotonic()
         round = self._state.round + 1
         stale = self._stale()
-        drawn = draw_swarm(
-            self._swarm, self._ledger, self._directory.lookup, self.name, node.mix.swarm,
-            Random(f"{self._settings.seed} {self.name} draw {round}"),
-        )  # fmt: skip
+        drawn = self._draw(round)
         missing = node.mix.swarm - len(drawn)
         if node.mix.fill and missing:
             taken = {one.number for one in [*own, *stale]}
@@ -282,18 +288,30 @@ class Learner:
         self._waiting_since = time.monotonic()
         self._show(record, updated_at - drawn_at)
 
+    def _draw(self, round: int) -> list[SwarmGroup]:
+        """Up to J groups of others. Should the connection be lost half-way, none of them counts as seen."""
+        random, seen = Random(f"{self._settings.seed} {self.name} draw {round}"), dict(self._swarm.seen)
+        lookup, wanted = self._directory.lookup, self._node.mix.swarm
+        try:
+            return draw_swarm(self._swarm, self._ledger, lookup, self.name, wanted, random)
+        except BaseException:
+            self._swarm.seen = seen
+            raise
+
     def _finish(self, round: int, own: list[int], stale: list[int], trains: bool) -> None:
         """Checkpoint, then one script: acknowledge, order anew, announce."""
         settled = self._account.state.settled(trained=own if trains else [], filtered=stale if trains else own + stale)
-        self._state = msgspec.structs.replace(self._state, round=round, version=self._version, seen=self._swarm.seen)
+        self._state = msgspec.structs.replace(
+            self._state, round=round, version=self._version, seen=dict(self._swarm.seen), evaluations=self._heldout.pending
+        )
         room = self._account.room(self._limit(), leaving=len(own) + len(stale))
         self._state = msgspec.structs.replace(self._state, account=settled.extended(settled.next + room))
         durable = self._durable(round)
-        if self._evaluation_due(round):
+        if self._heldout.is_due(round):
             self._store.pinned.add(self._version)
         self._policy = self._publish(durable)
         self._account.settle(round, self._state.account, self._announcement(), durable)
-        self._begin_evaluation_if_due()
+        self._heldout.begin_if_due(round, self._policy)
 
     def _durable(self, round: int) -> bool:
         return round % self._node.checkpoint_every == 0 or round == self._node.rounds
@@ -322,42 +340,6 @@ class Learner:
             "round", node=self.name, round=record["round"], own_reward=round_(record["own_reward"]),
             swarm=len(record["swarm_ids"]), staleness=round_(record["staleness"]),
         )  # fmt: skip
-
-    # --- evaluation ---
-
-    def _evaluation_due(self, round: int) -> bool:
-        every = self._node.evaluate.every
-        wanted = round in (0, self._node.rounds) or (every and round % every == 0)
-        return bool(wanted and self._node.evaluate.questions and self._node.learner == "train")
-
-    def _begin_evaluation_if_due(self) -> None:
-        round = self._state.round
-        begun = round in self._journal.evaluated or any(one.round == round for one in self._state.evaluations)
-        if begun or not self._evaluation_due(round):
-            return
-        self._store.pinned.add(self._version)
-        pending = PendingEvaluation(round, self._policy)
-        self._state = msgspec.structs.replace(self._state, evaluations=(*self._state.evaluations, pending))
-        self._evaluations.append(self._evaluation(pending))
-        self._evaluations[-1].rejoin()
-
-    def _evaluation(self, pending: PendingEvaluation) -> Evaluation:
-        plan = Plan.of(self._node, self._tasks, self._settings.seed)
-        name = str(pending.round)
-        return Evaluation(name, plan, pending.policy, self._ledger, self._directory, self._identity, self._incarnation)
-
-    def _advance_evaluations(self) -> None:
-        for pending, evaluation in zip(self._state.evaluations, list(self._evaluations), strict=True):
-            groups = evaluation.step()
-            if groups is None:
-                continue
-            figures = {"round": pending.round, "version": str(pending.policy.version), **result(groups)}
-            self._journal.heldout(figures)
-            metrics.heldout_reward.labels(self.name).set(figures["reward"])
-            self._evaluations.remove(evaluation)
-            self._store.pinned.discard(pending.policy.version)
-            left = tuple(one for one in self._state.evaluations if one != pending)
-            self._state = msgspec.structs.replace(self._state, evaluations=left)
 
 
 def round_(value: float) -> float:

@@ -224,6 +224,10 @@ class Account:
                 asked_again += 1
         return asked_again, given_up
 
+    def times_asked(self, number: int) -> int:
+        """How often an order that is not settled was placed by this process, the first time included."""
+        return self._asked.get(number, 1)
+
     def _totals(self) -> tuple[int, int, int, int]:
         # What no checkpoint holds yet still waits in the own stream, and counts as waiting, unless the server forgot it:
         # then it is with us alone.

@@ -5,6 +5,7 @@ Through the real command line: in this process where that is enough, in processe
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -28,7 +29,9 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
 from common.messages import SCHEMA, Envelope, encode
+from common.settings import SettingsError, load
 from grapevine.cli import main
+from grapevine.disk import disk_trouble
 from grapevine.server import EmbeddedServer
 from learners.journal import read
 from tests.site import Site
@@ -158,7 +161,12 @@ def fake_server(answer: Callable[[bytes], bytes], tls: ssl.SSLContext | None = N
 
 def old_redis(data: bytes) -> bytes:
     """Redis 6.2, as far as a greeting goes."""
-    info = b"# Server\r\nredis_version:6.2.14\r\nrun_id:x\r\n"
+    return server_of(data, b"redis_version:6.2.14")
+
+
+def server_of(data: bytes, facts: bytes) -> bytes:
+    """The greeting of a server that says this of itself."""
+    info = b"# Server\r\n" + facts + b"\r\nrun_id:x\r\n"
     return b"".join(
         b"$%d\r\n%s\r\n" % (len(info), info) if command.upper().startswith(b"INFO") else b"+OK\r\n"
         for command in data.split(b"*")[1:]
@@ -217,6 +225,12 @@ def test_encryption_on_one_side_only(command: Command, certificate: ssl.SSLConte
     assert f"127.0.0.1:{port} does not answer with TLS" in plain
     assert "redis:// instead of rediss://" in plain
     assert "secret" not in untrusted + plain
+
+
+def test_a_cluster_is_refused(command: Command) -> None:
+    with fake_server(lambda data: server_of(data, b"redis_version:7.2.4\r\nredis_mode:cluster")) as port:
+        said = refusal(command, f"redis://:secret@127.0.0.1:{port}/0")
+    assert "is a Redis Cluster; grapevine needs one that stands alone" in said
 
 
 def test_a_user_without_rights(command: Command, server: EmbeddedServer) -> None:
@@ -324,7 +338,81 @@ def test_a_run_goes_on_as_itself(command: Command, tiny_model: Path, tmp_path: P
     assert not (run / "server").exists()
 
 
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_run_keeps_its_nodes(command: Command, tiny_model: Path, lockstep: bool) -> None:
+    run = Path("runs/swarm")
+    for node in ("node-0", "node-1"):
+        (run / "nodes" / node).mkdir(parents=True)
+    if lockstep:
+        (run / "barriers").mkdir()
+        (run / "barriers" / "000000003").write_bytes(b"")
+    kept = load(None, [f"node.model={tiny_model}", "nodes=2"]).model_dump_json()
+    (run / "settings.json").write_text(kept)
+    said = sentence(command("up", "--resume", "swarm", "--set", "nodes={node-0: null}"))
+    if lockstep:
+        assert said.startswith("setting nodes: the run has node-0, node-1; in lockstep they stay the same")
+        assert said == sentence(command("up", "--resume", "swarm", "--set", "nodes=3"))
+    else:
+        assert said.startswith("setting nodes: run swarm has a node node-1, with a folder of its own, that is left out")
+    assert (run / "settings.json").read_text() == kept, "what is refused leaves no trace"
+
+
+@pytest.mark.parametrize("change", ["run=other", "folder=elsewhere"])
+def test_a_run_is_resumed_where_it_is(command: Command, tiny_model: Path, change: str) -> None:
+    run = Path("runs/swarm")
+    run.mkdir(parents=True)
+    (run / "settings.json").write_text(load(None, [f"node.model={tiny_model}"]).model_dump_json())
+    assert "--resume goes on with a run where it is" in sentence(command("up", "--resume", "swarm", "--set", change))
+    assert not Path("elsewhere").exists() and not Path("runs/other").exists()
+
+
+def test_a_key_that_is_damaged(command: Command, tiny_model: Path) -> None:
+    key = Path("runs/swarm/nodes/node-0/key")
+    key.parent.mkdir(parents=True)
+    key.write_bytes(b"short")
+    said = sentence(
+        command(
+            "worker", "learner", "node-0", "--set", f"node.model={tiny_model}", "--set", "redis_url=redis://127.0.0.1:1/0"
+        )
+    )
+    assert said == f"the key of node-0, {key}, is damaged; restore it from a copy, or begin anew with --fresh"
+    assert key.read_bytes() == b"short"
+
+
+def test_a_servers_damaged_files(command: Command, tmp_path: Path) -> None:
+    folder = Path("runs/swarm/server")
+    first = EmbeddedServer(folder)
+    assert (folder / "password").stat().st_mode & 0o777 == 0o600
+    for name, text in (("port", "gar:bage"), ("password", "")):
+        (folder / name).write_text(text)
+        said = sentence(command("status", "swarm"))
+        assert said.startswith(f"runs/swarm/server/{name} is damaged; `grapevine up` makes a new one")
+        first = EmbeddedServer(folder)  # makes it anew
+    (folder / "guest.json").write_text("{")
+    (folder / "appendonlydir").mkdir()
+    (folder / "appendonlydir" / "appendonly.aof.manifest").write_text("nonsense")
+    with pytest.raises(SettingsError, match=r"the run's own server does not start; .*server\.log ends: "):
+        first.start()
+
+
 # --- the disk ---
+
+
+def test_only_an_error_of_the_disk_is_one(tmp_path: Path) -> None:
+    full, there = OSError(errno.ENOSPC, "No space left on device"), FileExistsError(errno.EEXIST, "File exists", "x")
+    assert "there is no room left" in (disk_trouble(full) or "")
+    assert disk_trouble(there) is None
+    try:
+        try:
+            raise full
+        except OSError:
+            raise ValueError("a bug while it was told")  # noqa: B904
+    except ValueError as bug:
+        assert disk_trouble(bug) is None
+    try:
+        raise ValueError("could not save") from full
+    except ValueError as told:
+        assert "there is no room left" in (disk_trouble(told) or "")
 
 
 def test_a_file_in_the_place_of_the_folder(command: Command, tiny_model: Path, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 from common.settings import Settings, SettingsError
 from common.tasks import Question, build, is_held_out
 from grapevine.cli import app
+from grapevine.control.care import PUT_BACK
 from grapevine.control.queue import ControlJob, Jobs, quick_client
 from grapevine.control.schedule import Schedule
 from grapevine.control.worker import control
@@ -366,6 +367,15 @@ def decoded(value: bytes) -> bytes:
         except (ValueError, zlib.error):
             continue
     return value
+
+
+def test_a_job_that_began_after_all_is_not_put_back(run: Run) -> None:
+    queue, client = run.jobs.queue, run.jobs.client
+    client.lpush(queue.intermediate_queue_key, "taken")
+    for expected in (1, 0):
+        assert client.eval(PUT_BACK, 2, queue.intermediate_queue_key, queue.key, "taken") == expected
+    assert client.lrange(queue.key, 0, -1) == [b"taken"]
+    client.delete(queue.key)
 
 
 def test_two_runs_on_one_server_do_not_meet(run: Run) -> None:

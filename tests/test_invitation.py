@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from common.addresses import is_loopback, is_wildcard, listen_address, outward_a
 from common.ledger import Ledger
 from common.run import open_run
 from common.settings import Settings, SettingsError, load
+from grapevine.joining import guests
 from grapevine.joining.guests import guest_account, invitation_url, split_url
 from grapevine.joining.invitation import FORMAT, Facts, facts_of, publish, read_facts
 from grapevine.joining.join import settings_of
@@ -134,6 +136,9 @@ def test_facts_come_back_as_they_were_published(ledger: Ledger, tmp_path: Path) 
         ({"begun": "../../x"}, "cannot be read"),
         ({"nodes": "abc"}, "cannot be read"),
         ({"more": 1}, "cannot be read"),
+        ({"version": "1\x1b[2J"}, "cannot be read: it holds control characters"),
+        ({"own_tasks": ["a\nb"]}, "cannot be read: it holds control characters"),
+        ({"a\x1b[2Jb": 1}, r"cannot be read: .*a\\x1b"),
         ({"node": {"rounds": 1, "unheard_of": 2}}, "not those of this release"),
     ],
 )
@@ -166,6 +171,36 @@ def test_an_account_outlives_the_server(tmp_path: Path) -> None:
     finally:
         server.stop()
     assert password not in (tmp_path / "server" / "server.conf").read_text()
+
+
+def test_a_revoked_account_does_not_come_back_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = EmbeddedServer(tmp_path / "server")
+    server.start()
+    settings = Settings(run="demo", redis_url=server.url, folder=tmp_path)
+    monkeypatch.setattr(guests, "_hosted", lambda *_: (settings, True))
+    monkeypatch.setattr(guests, "_account_file", lambda _: tmp_path / "server" / "guest.json")
+    user, _, rules = guest_account("demo", tmp_path / "server" / "guest.json")
+    try:
+        guests.admit(open_run(settings)[0].redis, user, rules, own_server=True)
+        assert guests.revoke("demo", tmp_path, None) == ("demo", True)
+        assert not (tmp_path / "server" / "guest.json").exists()
+        assert guests.revoke("demo", tmp_path, None) == ("demo", False)
+        # Killed between the two steps: what is left of the account ends with the server.
+        guest_account("demo", tmp_path / "server" / "guest.json")
+        guests.admit(open_run(settings)[0].redis, user, rules, own_server=True)
+        away = redis.ConnectionError("killed here")
+        execute = redis.Redis.execute_command
+        monkeypatch.setattr(
+            redis.Redis, "execute_command",
+            lambda self, *args, **more: (_ for _ in ()).throw(away) if "DELUSER" in args else execute(self, *args, **more),
+        )  # fmt: skip
+        with pytest.raises(redis.ConnectionError, match="killed here"):
+            guests.revoke("demo", tmp_path, None)
+        server.stop()
+        server.start()
+        assert user not in (tmp_path / "server" / "server.conf").read_text()
+    finally:
+        server.stop()
 
 
 @given(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def make_run(folder: Path, name: str, calls_itself: str | None = None) -> Path:
     (run / "policies" / "eval-job-abc" / policy_file(Version(1, 3))).write_bytes(bytes(50))
     (run / "cache" / "generator-0" / "policy-1.safetensors").write_bytes(bytes(30))
     (run / "nodes" / "node-0" / "key").write_bytes(bytes(32))
+    for path in run.rglob("*"):
+        os.utime(path, (time.time() - DAY, time.time() - DAY))
     return run
 
 
@@ -63,6 +66,18 @@ def test_old_policies_go_and_those_in_use_stay(tmp_path: Path) -> None:
     assert plan(tmp_path, "demo", keep=2, older_than=0.0).items == ()
     with pytest.raises(SettingsError, match="at least 1"):
         plan(tmp_path, "demo", keep=0, older_than=0.0)
+
+
+def test_what_is_young_may_be_a_workers_that_holds_no_lock(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "demo")
+    store = run / "policies" / "node-0"
+    (store / "000001-000000009.part").write_bytes(bytes(10))
+    for path in (store / policy_file(Version(1, 1)), run / "cache" / "generator-0" / "policy-1.safetensors"):
+        os.utime(path)
+    before = sorted(run.rglob("*"))
+    planned = plan(tmp_path, "demo", keep=2, older_than=0.0)
+    assert {item.path.name for item in planned.items} == {policy_file(Version(1, 3)), "eval-job-abc"}
+    assert sorted(run.rglob("*")) == before, "planning writes nothing, not even a lock"
 
 
 def test_a_run_that_is_up_is_not_touched(tmp_path: Path) -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
@@ -30,6 +33,7 @@ from grapevine.report.leaderboard import show_standings, standings, widest
 from grapevine.report.page import run_page, span
 from grapevine.report.settings import between, from_defaults
 from grapevine.report.summary import summary
+from grapevine.running.continuing import resumed
 from learners.journal import read
 from tests.synthetic import heldout_line, write_lines, write_run
 
@@ -243,7 +247,65 @@ def test_figures_are_those_of_the_files(runs: Path) -> None:
     assert (facts["groups_trained_twice"], facts["groups_lost"], facts["quarantined"]) == (0, 0, 12)
     ends = [read(path / "heldout.jsonl")[-1] for path in (runs / "swarm" / "nodes").iterdir()]
     assert facts["heldout_greedy_last"] == pytest.approx(fmean(line["greedy"]["rate"] for line in ends))
-    assert facts["tokens_per_second"] == pytest.approx(4 * 30 * 700 / 24.0)
+    # Of the node that took longest, and without the first round, which waits for the models.
+    timing = [read(path / "timing.jsonl")[1:] for path in (runs / "swarm" / "nodes").iterdir()]
+    longest = max(sum(line[part] for line in lines for part in series.SECONDS) for lines in timing)
+    assert facts["tokens_per_second"] == pytest.approx(4 * 29 * 700 / longest)
+
+
+def test_nodes_that_answer_the_same_questions_are_no_surer_together(runs: Path) -> None:
+    run = read_run(runs / "swarm")
+    errors = [lines[-1]["standard_error"] for lines in run.heldout.values()]
+    assert len(errors) > 1
+    assert summary(runs / "swarm")["heldout_last_se"] == pytest.approx(fmean(errors))
+
+
+def test_the_mean_of_unequally_long_lines_is_taken_round_by_round() -> None:
+    short = series.line("short", range(1, 301), [float(round) for round in range(1, 301)], size=1)
+    long = series.line("long", range(1, 601), [float(round) for round in range(1, 601)], size=1)
+    mean = series.mean_line("mean", [short, long])
+    assert mean.x == mean.y == list(range(1, 301))
+    assert len(series.thinned(long).x) == series.POINTS
+
+
+@pytest.mark.parametrize("name", ["ledger.json", "run.json"])
+@pytest.mark.parametrize("text", ["", "{", '{"books": 5, "elapsed_seconds": "x"}', '{"books": {"node-0": {}}}'])
+def test_what_a_run_writes_again_counts_as_absent_when_it_is_damaged(tmp_path: Path, name: str, text: str) -> None:
+    folder = write_run(tmp_path / "cut", rounds=3)
+    (folder / name).write_text(text)
+    assert summary(folder)["rounds"] == 3
+    assert "cut" in run_page(read_run(folder))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"run": "cut"}', "{" * 5000])
+def test_damaged_settings_are_one_sentence(tmp_path: Path, text: str) -> None:
+    folder = write_run(tmp_path / "cut", rounds=3)
+    (folder / "settings.json").write_text(text)
+    for command in (["report", "cut"], ["leaderboard", "cut"], ["export", "cut", "node-0"]):
+        result = CliRunner().invoke(app, [*command, "--folder", str(tmp_path)])
+        assert isinstance(result.exception, SettingsError), result.output
+        assert "settings.json is damaged; `grapevine up` with the run's own YAML file" in str(result.exception)
+    with pytest.raises(SettingsError, match="is damaged"):
+        resumed(str(folder))
+    assert (folder / "settings.json").read_text() == text
+
+
+def test_a_terminal_that_knows_no_such_sign_gets_another(runs: Path) -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "grapevine", "report", "swarm", "--folder", str(runs), "--out", str(runs / "ascii.html")],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert shown.returncode == 0, shown.stderr
+    assert " ? 0.0" in shown.stdout
+
+
+def test_a_narrow_terminal_shows_the_figures_whole(runs: Path) -> None:
+    console = Console(width=40, file=io.StringIO())
+    show_standings(read_run(runs / "swarm"), 3, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "99.0" in text and "node-2" in text
+    assert "…" not in text
 
 
 def test_a_group_in_two_rounds_counts_as_trained_twice(tmp_path: Path) -> None:

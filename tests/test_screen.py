@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from common.ledger import Books, Entry
 from grapevine.cli import main
-from grapevine.screen.live import LINE_SECONDS, Screen, round_line
+from grapevine.screen.live import LINE_SECONDS, Screen, read_events, round_line
 from grapevine.screen.picture import picture
 from grapevine.screen.status import svg
 from grapevine.screen.view import (
@@ -125,6 +126,25 @@ def test_the_svg_holds_the_picture() -> None:
     assert "node-3" in text and "grapevine status demo" in text
 
 
+FIGURES = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(FIGURES, min_size=1, max_size=30), st.lists(FIGURES, min_size=1, max_size=30), FIGURES)
+def test_any_figures_can_be_drawn(one: list[float], other: list[float], figure: float) -> None:
+    view = a_view(2)
+    facts = [
+        msgspec.structs.replace(
+            node.facts, curve=curve, own_reward=figure, staleness=curve[0], tokens_per_second=figure,
+            heldout=HeldOut(1, figure, -figure, figure, figure),
+        )
+        for node, curve in zip(view.nodes, (one, other), strict=True)
+    ]  # fmt: skip
+    view = replace(view, nodes=tuple(replace(node, facts=fact) for node, fact in zip(view.nodes, facts, strict=True)))
+    lines = drawn(view, 120, 34)
+    assert len(lines) <= 34 and max(map(len, lines)) <= 120
+    assert "round   86/150" in round_line(view)
+
+
 @given(st.lists(st.floats(-10, 10), max_size=100), st.integers(1, 40))
 def test_sparklines(values: list[float], width: int) -> None:
     line = sparkline(values, width)
@@ -203,6 +223,49 @@ def test_no_line_before_all_nodes_are_there(site: Site) -> None:
     with one:
         again(one)
     assert file.getvalue() == ""
+
+
+def test_a_resumed_run_has_no_line_before_its_nodes_speak(site: Site) -> None:
+    site.learn(2)
+    one, file = screen(site, live=False)
+    with one:
+        again(one)
+        assert file.getvalue() == ""
+        beat(site)
+        again(one)
+    assert file.getvalue().startswith("round    2/1000000  own reward 0.")
+
+
+def test_nothing_that_a_server_or_a_file_says_ends_the_screen(site: Site, tmp_path: Path) -> None:
+    site.learn(1)
+    beat(site)
+    events = tmp_path / "events.jsonl"
+    far, whole = (json.dumps(event).encode() for event in ({**RESTART, "at": 1e300}, RESTART))
+    events.write_bytes(b"\n".join([b"{", b"\xff", b"5", far, whole, b""]))
+    assert read_events(events) == [RESTART]
+    one, file = screen(site, live=True)
+    client, keys = site.ledger.redis, site.ledger.keys
+    with one:
+        again(one)
+        figures = {
+            "round": 10**300,
+            "rounds": 1,
+            "curve": [1e308, -1e308],
+            "own_reward": 1e308,
+            "mix": {"missing": -(10**300)},
+        }
+        beats = json.dumps({"role": "learner", "name": "node-0", "at": -1e308, "facts": figures})
+        client.hset(keys.workers(), "learner:node-0", beats)
+        client.hset(keys.books("node-1"), "ordered", "many")
+        client.hset(keys.counts(0), "refused:raw:x", b"\xff")
+        again(one)
+        seen = one.view
+        assert seen is not None and seen.nodes[1].books.ordered == 0
+        client.delete(keys.own("node-0"))
+        client.set(keys.own("node-0"), "no stream")
+        again(one)
+        assert one.view is seen, "the last picture"
+    assert "node-0" in file.getvalue()
 
 
 def test_plain_lines_say_what_happens_and_why_nothing_does(site: Site) -> None:

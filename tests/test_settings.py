@@ -107,7 +107,46 @@ def test_workers_take_the_settings_of_their_run_not_the_environments(
     assert environment["GRAPEVINE_LOG"] == "json"
 
 
+def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("node:\n  rounds: 9\n  mix:\nswarm:\nnodes:\n  a:\n    mix:\n  b:\nown_tasks:\n")
+    assert load(path).for_node("a") == load(None, ["node.rounds=9"]).node
+    path.write_text("node:\nnodes:\n")
+    assert load(path) == Settings()
+
+
+def test_a_flag_for_one_of_a_number_of_nodes_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, {"nodes": 2})
+    settings = load(path, ["nodes.node-1.mix.own=3"])
+    assert [settings.for_node(name).mix.own for name in settings.node_names()] == [4, 3]
+    with pytest.raises(SettingsError, match=r"nodes\.node-7: nodes is 2, that is node-0, node-1"):
+        load(path, ["nodes.node-7.mix.own=3"])
+    assert load(None, ["nodes={a: null}", "nodes.b.rounds=3"]).node_names() == ["a", "b"], "these are listed by name"
+    monkeypatch.setenv("GRAPEVINE_NODES__NODE-0__ROUNDS", "7")
+    assert [load(path).for_node(name).rounds for name in load(path).node_names()] == [7, 200]
+
+
 # --- mistakes ---
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("seed: 1\nnode:\n  rounds: 5\n  rounds: 6\n", "line 4: rounds is there twice"),
+        ("seed: 2024-13-45", "month must be in 1..12"),
+        (f"seed: {'9' * 5000}", "a value in it cannot be read"),
+        ("seed: !!timestamp x", "a value in it cannot be read"),
+        ("run: " + "[" * 5000, "it is nested too deeply"),
+        ("nodes: 100000000", "setting nodes: a run has at most 10000 nodes"),
+    ],
+)
+def test_yaml_that_cannot_be_meant(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=words) as raised:
+        load(path)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -128,6 +167,7 @@ def test_workers_take_the_settings_of_their_run_not_the_environments(
         ({"nodes": 0}, "setting nodes: a run needs at least one node (got 0)"),
         ({"nodes": {}}, "setting nodes: a run needs at least one node (got {})"),
         ({"nodes": {"Not_So": None}}, "setting nodes: 'Not_So' cannot name a node"),
+        ({"own_tasks": {"A_b": {}}}, "setting own_tasks: 'A_b' cannot be a name; up to 40 of a-z, 0-9, '.' and '-'"),
         ({"nodes": {"a": 5}}, "setting nodes.a: settings of this node"),
         ({"run": "A b"}, "setting run: string should match pattern"),
         ({"node": {"mix": {"tags": ["harder"]}}}, "setting node.mix.tags.0: input should be 'failed', 'hard'"),
@@ -210,6 +250,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         (["worker", "cook", "x"], "", "role cook is unknown; choose learner, generator or verifier"),
         (["worker", "verifier", "x"], "", "no server: set redis_url, or REDIS_URL"),
         (["worker", "verifier", "x", "--set", "redis_url=nonsense"], "", "redis_url cannot be used"),
+        (["worker", "verifier", "x", "--set", "redis_url=redis://u:se/cret@h:1/0"], "", "the password other than letters"),
         (["report", "nosuch"], "", "runs/nosuch holds no run"),
     ],
 )
@@ -221,6 +262,7 @@ def test_the_command_line_says_it_and_exits_with_2(
     assert code == 2
     assert errors.startswith("grapevine: ")
     assert sentence in errors
+    assert "cret" not in errors
     assert errors.count("\n") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.yaml"], "nothing was begun"
 

@@ -130,7 +130,16 @@ def test_a_silent_heartbeat_and_one_that_left(site: Site) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", b"[]", b'{"role":1}', b'{"role":"learner","name":"node-0","at":1e9,"facts":{"round":"many","curve":5}}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"\xff"',
+        b"[" * 100_000,
+        b'{"role":"learner","name":"node-0","at":1e400}',
+        b'{"role":1}',
+        b'{"role":"learner","name":"node-0","at":1e9,"facts":{"round":"many","curve":5}}',
+    ],
 )
 def test_a_strange_heartbeat_costs_its_own_figures_alone(site: Site, data: bytes) -> None:
     beat(site)
@@ -194,3 +203,18 @@ def test_a_run_is_found_by_its_name_alone(site: Site, shards: int) -> None:
 def test_plain_text() -> None:
     assert plain(b"node-\xff\x00\x9b") == "node-\\xff\\x00\\x9b"
     assert plain("a" * 500, 10) == "a" * 9 + "…"
+
+
+def test_what_nobody_can_read_in_the_directory_counts_as_absent(site: Site) -> None:
+    beat(site)
+    client, keys, directory = site.ledger.redis, site.ledger.keys, site.directory
+    known = (directory.targets("local"), [one.name for one in directory.workers()], directory.assigned("nobody"))
+    client.hset(keys.targets(), mapping={b"\xff": "local", "x": b"\xff"})
+    client.hset(keys.workers(), mapping={"a": b"\xff", "b": b"[" * 100_000, "c": b"{}", "d": b'{"at":1e400}'})
+    client.hset(keys.assignments(), mapping={"a": b"\xff \xff", "b": "soon node-0", b"\xff": "nan node-0", "d": ""})
+    client.hset(keys.identities(), "0" * 16, b"\xff")
+    assert (directory.targets("local"), [one.name for one in directory.workers()], directory.assigned("nobody")) == known
+    assert directory.lookup("0" * 16) is None
+    for data in (b"\xff", b"{}", b"[" * 100_000, b'{"version":"1"}'):
+        client.set(keys.policy("node-0"), data)
+        assert directory.policy("node-0") is None

@@ -46,6 +46,8 @@ def up(
         config, place, lockstep = resumed(resume)
     flags = [*place, *(set_ or []), *([f"listen={json.dumps(listen)}"] if listen is not None else [])]
     settings = load(config, flags)
+    if resume is not None and settings.run_folder != config.parent:  # type: ignore[union-attr]
+        raise SettingsError("--resume goes on with a run where it is: leave out --set run=... and --set folder=...")
     with writing_to(settings.run_folder):
         code = run_up(settings, fresh, lockstep, Console())
     raise typer.Exit(code)

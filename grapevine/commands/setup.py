@@ -30,7 +30,7 @@ def init(
 def doctor(
     config: ConfigArgument = None,
     set_: SetOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="the findings as one JSON object")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="the findings as a JSON list")] = False,
 ) -> None:
     """Check whether a run of these settings can work on this machine, and say what to do where it cannot.
 

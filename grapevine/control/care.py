@@ -11,10 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import structlog
+from redis.exceptions import LockError
 from rq.registry import clean_registries
 from rq.scheduler import RQScheduler
 from rq.serializers import JSONSerializer
@@ -35,6 +37,14 @@ log = structlog.get_logger()
 
 LOCK_SECONDS = 20
 STUCK_SECONDS = 5.0
+
+# Its worker may begin a job after all, just now: then it is no longer there to be put back.
+PUT_BACK = """
+if redis.call('LREM', KEYS[1], 1, ARGV[1]) == 0 then
+    return 0
+end
+return redis.call('LPUSH', KEYS[2], ARGV[1])
+"""
 
 
 class Caretaker:
@@ -103,8 +113,9 @@ class Caretaker:
     def _clean_up(self, jobs: Jobs, ledger: Ledger) -> None:
         if time.monotonic() < self._clean_from:
             return
-        lock = f"rq:gv-care:{jobs.queue.name}"
-        if not jobs.client.set(lock, self._name, nx=True, ex=LOCK_SECONDS):
+        # Released only as long as it is ours: whoever took longer than its time must not end another's.
+        lock = jobs.client.lock(f"rq:gv-care:{jobs.queue.name}", timeout=LOCK_SECONDS, blocking=False)
+        if not lock.acquire():
             return
         try:
             clean_registries(jobs.queue, [_note_abandoned])
@@ -117,7 +128,8 @@ class Caretaker:
             self._return_stuck(jobs)
             self._release_over(jobs, ledger)
         finally:
-            jobs.client.delete(lock)
+            with suppress(LockError):
+                lock.release()
 
     def _return_stuck(self, jobs: Jobs) -> None:
         """Jobs that a worker took and died before it began: back into the queue."""
@@ -126,11 +138,9 @@ class Caretaker:
         self._in_transit = {id: self._in_transit.get(id, time.monotonic()) for id in in_transit}
         started = set(queue.started_job_registry.get_job_ids(cleanup=False))
         for id, since in self._in_transit.items():
-            if id not in started and time.monotonic() - since > STUCK_SECONDS:
-                with jobs.client.pipeline() as pipeline:
-                    pipeline.lrem(queue.intermediate_queue_key, 1, id)
-                    queue.push_job_id(id, pipeline=pipeline, at_front=True)
-                    pipeline.execute()
+            if id in started or time.monotonic() - since <= STUCK_SECONDS:
+                continue
+            if jobs.client.eval(PUT_BACK, 2, queue.intermediate_queue_key, queue.key, id):
                 log.warning("job was taken and never begun; put back", job=id)
 
     def _release_over(self, jobs: Jobs, ledger: Ledger) -> None:

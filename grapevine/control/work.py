@@ -91,8 +91,8 @@ def evaluate(
             identity = _identity(place, directory)
             policy = _pinned(place, job, ledger, directory, identity, node, version)
             figures = evaluate_policy(
-                settings, ledger, directory, identity, _mark(job), policy, tasks, questions, completions,
-                on_progress=lambda done, total: _progress(job, done, total),
+                settings, ledger, directory, identity, _mark(job), policy, settings.for_node(node),
+                tasks, questions, completions, on_progress=lambda done, total: _progress(job, done, total),
             )  # fmt: skip
             break
         except TRANSIENT as error:

@@ -25,6 +25,7 @@ from rq import Worker
 from rq.serializers import JSONSerializer
 
 from common import metrics
+from common.files import write_whole
 from common.settings import Settings, SettingsError
 from common.worker import TRANSIENT, serve_health
 from grapevine.control.care import Caretaker
@@ -197,9 +198,7 @@ def control(settings: Settings, name: str, port: int) -> None:
     folder = settings.run_folder / "control" / name
     folder.mkdir(parents=True, exist_ok=True)
     settings_file = folder / "settings.json"
-    aside = settings_file.with_suffix(".new")
-    aside.write_text(settings.model_dump_json(exclude={"redis_url"}, indent=1))
-    os.replace(aside, settings_file)
+    write_whole(settings_file, settings.model_dump_json(exclude={"redis_url"}, indent=1))
     caretaker = Caretaker(settings, name, lambda: worker.current)
     if port:
         serve_health(caretaker, port)  # type: ignore[arg-type]  # it has the loop's two figures

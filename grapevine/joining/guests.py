@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,16 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import redis
 
-from common.addresses import LOOPBACK, in_url, is_loopback, is_wildcard, listen_address, outward_addresses
+from common.addresses import in_url, is_loopback, is_wildcard, listen_address, outward_addresses
+from common.files import read_object, write_whole
 from common.ledger import Ledger
 from common.run import open_run
 from common.server import away
 from common.settings import Settings, SettingsError, load
 from common.worker import TRANSIENT
 from grapevine.joining.invitation import facts_of, publish, read_facts
+from grapevine.report.folder import run_tree
+from grapevine.server_place import server_url
 
 # All that the three roles ask of the server. INFO is what every connection begins with.
 COMMANDS = (
@@ -66,11 +68,11 @@ def invite(run: str | None, folder: Path, settings_file: Path | None, address: s
 def revoke(run: str | None, folder: Path, settings_file: Path | None) -> tuple[str, bool]:
     """Take the invitation back. Returns the run, and whether there was one. Raises SettingsError, ServerRefused."""
     settings, _ = _hosted(run, folder, settings_file)
-    path = _account_file(settings)
-    user, _, _ = guest_account(settings.run, path)
     server: Any = _reach(settings).redis
-    gone = bool(server.execute_command("ACL", "DELUSER", user))
-    path.unlink()
+    path = _account_file(settings)
+    # The file first: a server that comes back after a crash in between must not admit them again.
+    path.unlink(missing_ok=True)
+    gone = bool(server.execute_command("ACL", "DELUSER", f"guest-{settings.run}"))
     return settings.run, gone
 
 
@@ -102,13 +104,13 @@ def _hosted(run: str | None, folder: Path, settings_file: Path | None) -> tuple[
             raise SettingsError(
                 f"run {run} is not up in {folder}; start it with `grapevine up`, and invite from another shell"
             )
+        run_tree(folder / run)
         settings = load(folder / run / "settings.json").model_copy(update={"folder": folder})
     if settings.redis_url is not None:
         return settings, False
-    server = settings.run_folder / "server"
-    if not (server / "port").exists():
+    url = server_url(settings.run_folder / "server")
+    if url is None:
         raise SettingsError("no server: name it with redis_url, or REDIS_URL in the environment")
-    url = f"redis://:{(server / 'password').read_text()}@{LOOPBACK}:{(server / 'port').read_text()}/0"
     return settings.model_copy(update={"redis_url": url}), True
 
 
@@ -141,16 +143,13 @@ def _account_file(settings: Settings) -> Path:
 
 def guest_account(run: str, path: Path) -> tuple[str, str, list[str]]:
     """User, password and ACL rules of a run's guests; made on first use and kept at `path` (mode 0600)."""
-    kept = json.loads(path.read_text()) if path.exists() else {"user": f"guest-{run}", "password": secrets.token_urlsafe(24)}
-    user, password = kept["user"], kept["password"]
+    kept = read_object(path) or {}
+    user, password = f"guest-{run}", str(kept.get("password") or secrets.token_urlsafe(24))
     # Two patterns: `gv:{demo*` alone would open the run `demo-2` as well.
     keys = [f"~gv:{{{run}}}:*", f"~gv:{{{run}:*"]
     rules = ["reset", "on", "#" + hashlib.sha256(password.encode()).hexdigest(), *keys, *COMMANDS]
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".new")
-    aside.touch(mode=0o600)
-    aside.write_text(json.dumps({"user": user, "password": password, "rules": rules}))
-    os.replace(aside, path)
+    write_whole(path, json.dumps({"user": user, "password": password, "rules": rules}), mode=0o600)
     return user, password, rules
 
 

@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+import redis
 from rich.console import Console
 
+from common.directory import UNREADABLE
+from common.files import write_whole
 from common.ledger import Ledger
 from common.messages import SCHEMA
 from common.run import open_run
 from common.settings import STARTER_MODELS, Settings, SettingsError
 from common.worker import TRANSIENT
+from grapevine.screen.view import plain
 
 FORMAT = 1
 LOOK_SECONDS = 1.0
@@ -86,7 +90,7 @@ def _begun(folder: Path) -> str:
     path = folder / "begun"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(secrets.token_hex(8))
+        write_whole(path, secrets.token_hex(8))
     return path.read_text().strip()
 
 
@@ -105,13 +109,17 @@ def read_facts(ledger: Ledger) -> Facts | None:
         published = _published.decode(data)
         if published.format == FORMAT:
             facts = _facts.decode(published.facts)
+            # All of them stand in sentences, and whoever has an invitation can write them.
+            if not all(text.isprintable() for text in (facts.version, facts.model or "", *facts.nodes, *facts.own_tasks)):
+                raise ValueError("it holds control characters")
             if facts.schema == SCHEMA:
                 return facts
             theirs = facts.version
         else:
             theirs = f"{'a newer' if published.format > FORMAT else 'an older'} release"
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"what run {ledger.keys.run} says of itself cannot be read: {error}; ask its host") from None
+    except UNREADABLE as error:
+        why = plain(str(error), 300)
+        raise SettingsError(f"what run {ledger.keys.run} says of itself cannot be read: {why}; ask its host") from None
     raise SettingsError(
         f"run {ledger.keys.run} is kept by grapevine {theirs} and this machine has {mine}, whose messages differ; "
         f"install the same release on both"
@@ -145,10 +153,10 @@ class Host:
             ledger, directory = open_run(self._settings)
             beats = directory.workers()
             ledger.redis.close()
-        except TRANSIENT:
+        except (*TRANSIENT, redis.ResponseError):
             return True
         guests = [
-            beat.name
+            plain(beat.name)
             for beat in beats
             if beat.role == "learner"
             and beat.facts.get("site") not in (None, self._settings.site)
@@ -159,6 +167,7 @@ class Host:
                 f"the nodes of this machine are complete; the server stays up for {', '.join(guests)}, "
                 f"which {'is' if len(guests) == 1 else 'are'} still training (Ctrl-C ends it all the same)",
                 highlight=False,
+                markup=False,
                 soft_wrap=True,
             )
         self._told = guests

@@ -15,9 +15,11 @@ from typing import Any
 import redis
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markup import escape
 
 from common.clock import ServerClock
 from common.directory import NameTaken
+from common.files import write_whole
 from common.identity import Identity
 from common.keys import Keys
 from common.ledger import Ledger
@@ -28,6 +30,7 @@ from common.worker import TRANSIENT
 from grapevine.joining.guests import is_up, split_url
 from grapevine.joining.invitation import Facts, read_facts
 from grapevine.running.local import set_aside, up
+from grapevine.screen.view import plain
 
 CLOCKS_APART_SECONDS = 5.0
 
@@ -47,7 +50,7 @@ def join(
     Raises SettingsError, ServerRefused, NameTaken, each in one sentence.
     """
     server_url, run = split_url(url)
-    tree = read_tree(config, flags)
+    tree = read_tree(config, flags, joins=True)
     facts = ask(server_url, run)
     for section, replicas in (("generators", generators), ("verifiers", verifiers)):
         if replicas is not None:
@@ -62,10 +65,11 @@ def join(
     if fresh:
         set_aside(folder, console)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "begun").write_text(facts.begun)
+    write_whole(folder / "begun", facts.begun)
     own = settings.for_node(node)
+    model = escape(own.model)
     console.print(
-        f"joining run [bold]{run}[/bold] at {address(server_url)} as node {node}: model {own.model}, {own.rounds} rounds",
+        f"joining run [bold]{run}[/bold] at {address(server_url)} as node {node}: model {model}, {own.rounds} rounds",
         highlight=False,
         soft_wrap=True,
     )
@@ -165,12 +169,13 @@ def settings_of(facts: Facts, tree: dict[str, Any], node: str, config: Path | No
         return from_tree(whole, config)
     except SettingsError as error:
         missing = [name for name in facts.own_tasks if name not in (tree.get("own_tasks") or {})]
-        if any(name in str(error) for name in missing):
+        said = plain(str(error), 1000)  # the host's values stand in it
+        if any(name in said for name in missing):
             raise SettingsError(
-                f"{error}; run {facts.run} has tasks of its own ({', '.join(missing)}), and code does not travel: define "
+                f"{said}; run {facts.run} has tasks of its own ({', '.join(missing)}), and code does not travel: define "
                 f"them under own_tasks in your settings, or choose other tasks with --set node.tasks=..."
             ) from None
-        raise
+        raise SettingsError(said) from None
 
 
 def _section(tree: dict[str, Any], name: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 import matplotlib
@@ -23,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from grapevine.report.labels import short, spread
-from grapevine.report.series import Series, Stack
+from grapevine.report.series import Series, Stack, mean_line, thinned
 
 # More lines than this are shown faintly, with their mean and their best and worst by name.
 MOST_LINES = 6
@@ -78,7 +77,7 @@ def lines_chart(
 
 def _few(axes: Axes, series: Sequence[Series]) -> None:
     """Every line with its own colour, dashes, markers, and its bounds or its raw values behind it."""
-    series = _side_by_side(series)
+    series = _side_by_side([thinned(one) for one in series])
     for i, one in enumerate(series):
         color, dashes = LINES[i % len(LINES)], DASHES[i % len(DASHES)]
         if one.low is not None and one.high is not None:
@@ -116,16 +115,16 @@ def _side_by_side(series: Sequence[Series]) -> Sequence[Series]:
 
 def _many(axes: Axes, series: Sequence[Series]) -> None:
     """All lines faintly, their mean boldly, the best and the worst at the end by name."""
+    # Before anything is left out: lines of unequal length keep different rounds.
+    mean = thinned(mean_line(f"mean of {len(series)}", series))
+    series = [thinned(one) for one in series]
     for one in series:
         axes.plot(one.x, one.y, color=LINES[0], linewidth=0.6, alpha=0.35)
-    shortest = min(series, key=lambda one: len(one.x))
-    steps = len(shortest.x)
-    mean = [fmean(one.y[i] for one in series) for i in range(steps)]
-    axes.plot(shortest.x, mean, color=INK, linewidth=2.2)
+    axes.plot(mean.x, mean.y, color=INK, linewidth=2.2)
     _from_zero(axes, series)
     ranked = sorted(series, key=lambda one: one.y[-1])
-    ends = [(one.label, one.x[-1], one.y[-1], LINES[0]) for one in (ranked[-1], ranked[0])]
-    _names_at_ends(axes, [ends[0], (f"mean of {len(series)}", shortest.x[-1], mean[-1], INK), ends[1]])
+    named = [(ranked[-1], LINES[0]), *([(mean, INK)] if mean.x else []), (ranked[0], LINES[0])]
+    _names_at_ends(axes, [(one.label, one.x[-1], one.y[-1], color) for one, color in named])
 
 
 def _from_zero(axes: Axes, series: Sequence[Series]) -> None:

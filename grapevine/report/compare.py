@@ -82,12 +82,11 @@ def _over_nodes(run: RunFolder) -> series.Series | None:
     size = series.window(done)
     curves = [series.smooth([one["own_reward"] for one in lines[:done]], size) for lines in run.rounds.values()]
     columns = list(zip(*curves, strict=True))
-    x = series.thin([float(one["round"]) for one in next(iter(run.rounds.values()))[:done]], series.POINTS)
+    x = [float(one["round"]) for one in next(iter(run.rounds.values()))[:done]]
     low, high = ([float(end(column)) for column in columns] for end in (min, max))
     several = len(curves) > 1
     return series.Series(
-        run.name, x, series.thin([fmean(column) for column in columns], series.POINTS),
-        series.thin(low, series.POINTS) if several else None, series.thin(high, series.POINTS) if several else None,
+        run.name, x, [fmean(column) for column in columns], low if several else None, high if several else None,
     )  # fmt: skip
 
 

@@ -7,16 +7,33 @@ that has just begun does not have yet is empty, not an error.
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
+
+from common.files import read_object
 from common.settings import SettingsError
 from learners.journal import read
 
 Lines = list[dict[str, Any]]
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """A run's run.json: over all its starts."""
+
+    elapsed_seconds: float = 0.0
+    restarts: int = 0
+
+
+class _Ledger(msgspec.Struct, frozen=True):
+    """A run's ledger.json."""
+
+    books: dict[str, dict[str, int]] = {}
+    counts: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -60,13 +77,12 @@ class RunFolder:
 
 
 def read_run(path: Path) -> RunFolder:
-    """Raises SettingsError when there is no such run."""
-    settings = _json(path / "settings.json", {})
+    """Raises SettingsError when there is no such run, or its settings are damaged."""
+    settings = run_tree(path)
     nodes = _node_names(settings, path / "nodes")
     if not nodes:
         raise SettingsError(_no_such_run(path))
-    ledger = _json(path / "ledger.json", {"books": {}, "counts": {}})
-    clock = _json(path / "run.json", {})
+    ledger, clock = _kept(path / "ledger.json", _Ledger), read_clock(path)
     return RunFolder(
         name=path.name,
         path=path,
@@ -77,10 +93,10 @@ def read_run(path: Path) -> RunFolder:
         rollouts={node: read(path / "nodes" / node / "rollouts.jsonl") for node in nodes},
         evaluations=read(path / "evaluations.jsonl"),
         events=read(path / "events.jsonl"),
-        books=ledger["books"],
-        counts=ledger["counts"],
-        elapsed_seconds=clock.get("elapsed_seconds", 0.0),
-        restarts=clock.get("restarts", 0),
+        books=ledger.books,
+        counts=ledger.counts,
+        elapsed_seconds=clock.elapsed_seconds,
+        restarts=clock.restarts,
     )
 
 
@@ -102,9 +118,28 @@ def _once(lines: Iterable[dict[str, Any]]) -> Lines:
     return [line for _, line in sorted({line["round"]: line for line in lines}.items())]
 
 
-def _json(path: Path, default: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else default
+def run_tree(folder: Path) -> dict[str, Any]:
+    """A run's settings.json; empty where there is none. Raises SettingsError when it is damaged."""
+    path = folder / "settings.json"
+    if not path.exists():
+        return {}
+    found = read_object(path)
+    if found is None or not isinstance(found.get("nodes"), int | dict):
+        raise SettingsError(f"{path} is damaged; `grapevine up` with the run's own YAML file writes it anew and goes on")
     return found
+
+
+def read_clock(folder: Path) -> Clock:
+    """A run's figures of time; zeros where there are none, or damaged ones."""
+    return _kept(folder / "run.json", Clock)
+
+
+def _kept(path: Path, kind: type[M]) -> M:
+    """A file that a run that is up writes again every few seconds: a damaged one is as good as none."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (FileNotFoundError, ValueError):
+        return kind()
 
 
 def _no_such_run(path: Path) -> str:

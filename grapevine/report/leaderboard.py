@@ -11,12 +11,13 @@ from rich.table import Table
 
 from grapevine.report.folder import RunFolder
 
+WIDE = 76
 Rate = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One evaluation. Rates come with the low and the high end of their 95 % interval;"""
+    """One evaluation. Rates come with the low and the high end of their 95 % interval."""
 
     node: str
     round: int | None
@@ -63,15 +64,28 @@ def show_standings(run: RunFolder, top: int, console: Console) -> None:
         console.print(f"{run.name}: nothing evaluated yet; evaluations come every node.evaluate.every rounds")
         return
     k = widest(rows)
-    title = f"{run.name}: held-out accuracy in %, with 95 % intervals"
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for name in ("", "node", "round", "sampled", "greedy", *([f"pass@{k}"] if k else []), "of", "by"):
+    # A narrow terminal has room for the figures alone.
+    wide = console.width >= WIDE
+    title = f"{run.name}: held-out accuracy in %{', with 95 % intervals' if wide else ''}"
+    table = Table(box=SIMPLE if wide else None, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for name in (
+        *([""] if wide else []),
+        "node",
+        "round",
+        "sampled",
+        "greedy",
+        *([f"pass@{k}"] if k else []),
+        *(["of", "by"] if wide else []),
+    ):
         table.add_column(name, justify="left" if name in ("node", "by") else "right", no_wrap=name != "by")
     for place, row in enumerate(rows[: top or None], 1):
         rates = [row.sampled, row.greedy, *([row.pass_at[k]] if k else [])]
-        cells = [f"{100 * rate:.1f} ({100 * low:.0f}-{100 * high:.0f})" for rate, low, high in rates]
+        cells = [f"{100 * one[0]:.1f}" + (f" ({100 * one[1]:.0f}-{100 * one[2]:.0f})" if wide else "") for one in rates]
         round = str(row.round) if row.round is not None else row.version
-        table.add_row(str(place), row.node, round, *cells, str(row.questions), row.source)
+        if wide:
+            table.add_row(str(place), row.node, round, *cells, str(row.questions), row.source)
+        else:
+            table.add_row(row.node, round, *cells)
     console.print(table)
     if top and len(rows) > top:
         console.print(f"and {len(rows) - top} more: --top 0 shows all")

@@ -1,13 +1,13 @@
 """A run's lines as the numbers that charts and tables show.
 
-Guarantees: pure functions; no more points than a chart can show, whatever the number of rounds.
+Guarantees: pure functions; `thinned` leaves no more points than a chart can show, whatever the number of rounds.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from statistics import fmean
 from typing import Any
@@ -73,13 +73,31 @@ def thin(values: Sequence[float], limit: int) -> list[float]:
     return [values[round(i * (len(values) - 1) / (limit - 1))] for i in range(limit)]
 
 
+def thinned(one: Series) -> Series:
+    """A line with as many points as can be seen."""
+
+    def few(values: list[float] | None, limit: int = POINTS) -> list[float] | None:
+        return thin(values, limit) if values is not None else None
+
+    return replace(
+        one, x=thin(one.x, POINTS), y=thin(one.y, POINTS), low=few(one.low), high=few(one.high),
+        raw_x=few(one.raw_x, RAW_POINTS), raw_y=few(one.raw_y, RAW_POINTS),
+    )  # fmt: skip
+
+
+def mean_line(label: str, lines: Sequence[Series]) -> Series:
+    """The mean of lines at the rounds that all of them have; without a point where there are none."""
+    points = [dict(zip(one.x, one.y, strict=True)) for one in lines]
+    shared = sorted(set.intersection(*map(set, points)))
+    return Series(label, shared, [fmean(one[x] for one in points) for x in shared])
+
+
 def line(label: str, x: Sequence[float], y: Sequence[float], size: int, raw: bool = True) -> Series:
     """A smoothed line, with its raw values unless `raw` is false. Values that are no numbers are left out."""
     kept = [(one, other) for one, other in zip(x, y, strict=True) if isfinite(other)]
     x, y = [one for one, _ in kept], [other for _, other in kept]
     return Series(
-        label, thin(x, POINTS), thin(smooth(y, size), POINTS),
-        raw_x=thin(x, RAW_POINTS) if raw else None, raw_y=thin(y, RAW_POINTS) if raw else None,
+        label, x, smooth(y, size), raw_x=x if raw else None, raw_y=y if raw else None,
     )  # fmt: skip
 
 
@@ -191,7 +209,7 @@ def pace(run: RunFolder) -> list[Series]:
     x = [float(round) for round in sorted(rows) if len(rows[round]) == full]
     both = [[sum(row[i] / row[0] for row in rows[int(round)]) for round in x] for i in (1, 2)]
     names = ("own rollouts", "swarm rollouts")
-    return [Series(name, thin(x, POINTS), thin(y, POINTS)) for name, y in zip(names, both, strict=True) if any(y)]
+    return [Series(name, x, y) for name, y in zip(names, both, strict=True) if any(y)]
 
 
 def restart_rounds(run: RunFolder) -> list[float]:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from grapevine.report.folder import Lines, RunFolder, read_run
+from grapevine.report.series import SECONDS
 
 EDGE = 10
 
@@ -23,7 +24,10 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def figures(run: RunFolder) -> dict[str, Any]:
-    """Rewards are means over groups, `_se` their standard errors; held-out ones are means over the evaluated nodes."""
+    """Rewards are means over groups, `_se` their standard errors; held-out ones are means over the evaluated nodes.
+
+    All nodes answer the same held-out questions, so more nodes make their mean no surer: it has a node's standard error.
+    """
     counts, books = run.counts, run.books.values()
     lines = [line for rounds in run.rounds.values() for line in rounds]
     first, last, every = (_rewards(run, part) for part in (slice(0, EDGE), slice(-EDGE, None), slice(None)))
@@ -31,7 +35,6 @@ def figures(run: RunFolder) -> dict[str, Any]:
     questions = [mark for line in lines for mark in line["questions"]]
     starts = [evaluations[0] for evaluations in run.heldout.values() if evaluations]
     ends = [evaluations[-1] for evaluations in run.heldout.values() if evaluations]
-    tokens = sum(line["own_tokens"] for line in lines)
     return {
         "run": run.name,
         "nodes": len(run.nodes),
@@ -43,15 +46,15 @@ def figures(run: RunFolder) -> dict[str, Any]:
         "own_reward_all": _mean(every),
         "own_reward_all_se": _standard_error(every),
         "heldout_first": _mean([line["reward"] for line in starts]),
-        "heldout_first_se": _pooled(starts),
+        "heldout_first_se": _mean([line["standard_error"] for line in starts]),
         "heldout_last": _mean([line["reward"] for line in ends]),
-        "heldout_last_se": _pooled(ends),
+        "heldout_last_se": _mean([line["standard_error"] for line in ends]),
         "heldout_greedy_first": _greedy(starts),
         "heldout_greedy_last": _greedy(ends),
-        "groups_ordered": sum(book["ordered"] for book in books),
+        "groups_ordered": sum(book.get("ordered", 0) for book in books),
         "groups_scored": counts.get("scored:train", 0),
         "groups_evaluated": counts.get("scored:eval", 0),
-        "groups_lost": sum(book["lost"] for book in books),
+        "groups_lost": sum(book.get("lost", 0) for book in books),
         "groups_trained_twice": sum(count - 1 for node in ids for count in node.values()),
         "swarm_groups_used": sum(len(line["swarm_ids"]) for line in lines),
         "swarm_groups_missing": sum(line["swarm_missing"] for line in lines),
@@ -59,7 +62,7 @@ def figures(run: RunFolder) -> dict[str, Any]:
         "quarantined": sum(count for name, count in counts.items() if name.startswith("refused:")),
         "restarts": run.restarts,
         "distinct_question_share": len(set(questions)) / len(questions) if questions else 0.0,
-        "tokens_per_second": tokens / run.elapsed_seconds if run.elapsed_seconds else 0.0,
+        "tokens_per_second": _pace(run),
         "elapsed_seconds": run.elapsed_seconds,
     }
 
@@ -93,18 +96,23 @@ def _rewards(run: RunFolder, part: slice) -> list[float]:
     return [reward for rounds in run.rounds.values() for line in rounds[part] for reward in line["own_group_rewards"]]
 
 
+def _pace(run: RunFolder) -> float:
+    """Own tokens per second at work, all nodes together: loading models, or a run that was up for nothing, does not count.
+
+    So without each node's first round, which waits for the models, where there are others.
+    """
+    skipped = 1 if run.rounds_done > 1 else 0
+    tokens = sum(line["own_tokens"] for rounds in run.rounds.values() for line in rounds[skipped:])
+    spent = [sum(line[part] for line in timing[skipped:] for part in SECONDS) for timing in run.timing.values()]
+    return tokens / max(spent) if any(spent) else 0.0
+
+
 def _mean(values: list[float]) -> float | None:
     return fmean(values) if values else None
 
 
 def _standard_error(values: list[float]) -> float | None:
     return stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-
-
-def _pooled(evaluations: Lines) -> float | None:
-    """Standard error of the mean of independent means."""
-    errors = [line["standard_error"] for line in evaluations]
-    return sum(error**2 for error in errors) ** 0.5 / len(errors) if errors else None
 
 
 def _greedy(evaluations: Lines) -> float | None:

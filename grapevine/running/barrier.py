@@ -2,7 +2,7 @@
 
 Guarantees: a barrier is one file that appears whole or not at all; it holds what the server knew, and names each node's
 checkpoint and the lengths of its journal files; restoring it may itself be killed and repeated; a damaged one, or one whose
-checkpoint or journal is damaged, is named aloud and the one before it is used.
+checkpoint is damaged or whose journal lost lines, is named aloud and the one before it is used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class Barriers:
     def __init__(self, run_folder: Path) -> None:
         self._run = run_folder
         self._folder = run_folder / "barriers"
-        self._folder.mkdir(parents=True, exist_ok=True)
 
     @staticmethod
     def there(run_folder: Path) -> bool:
@@ -79,8 +78,16 @@ class Barriers:
         """Bring server, checkpoints and journals back to the newest good barrier; its round.
 
         Without any, an unfinished beginning is cleared away and the round is 0. Raises SettingsError when there are
-        barriers and none is good, or when the nodes are no longer those of the barrier.
+        barriers and none is good, when the nodes are no longer those of the barrier, or when the server holds a run of
+        this name that was begun elsewhere.
         """
+        if not self._folder.is_dir():
+            if run_keys(ledger):
+                raise SettingsError(
+                    f"the server holds a run {ledger.keys.run} that was not begun here; choose another name with "
+                    f"--set run=NAME, or delete that one with --fresh"
+                )
+            self._folder.mkdir(parents=True)
         faults = []
         for path in reversed(self._all()):
             try:
@@ -98,11 +105,14 @@ class Barriers:
             return barrier.round
         if faults:
             raise SettingsError(f"no barrier of {self._run.name} can be used ({faults[0]}); begin anew with --fresh")
+        if any(_size(self._node(node) / "rounds.jsonl") for node in nodes):
+            # The first barrier is older than the first round.
+            raise SettingsError(f"{self._folder} lost its barriers; put a copy of one there, or begin anew with --fresh")
         forget_run(ledger)
         for node in nodes:
             for name in FILES:
                 (self._node(node) / name).unlink(missing_ok=True)
-            Checkpoints(self._node(node) / "checkpoints").clear()
+            Checkpoints(self._node(node) / "checkpoints").begin_anew()
         return 0
 
     def _read(self, path: Path) -> Barrier:
@@ -111,7 +121,10 @@ class Barriers:
         body = data[32:]
         if hashlib.sha256(body).digest() != data[:32]:
             raise Damaged("its checksum is wrong")
-        barrier = msgspec.msgpack.decode(body, type=Barrier)
+        try:
+            barrier = msgspec.msgpack.decode(body, type=Barrier)
+        except msgspec.DecodeError as error:
+            raise Damaged(f"another release wrote it: {error}") from None
         for node, mark in barrier.nodes.items():
             fault = Checkpoints(self._node(node) / "checkpoints").fault(mark.checkpoint)
             if fault:

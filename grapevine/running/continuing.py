@@ -11,17 +11,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from common.files import read_object
 from common.settings import Settings, SettingsError, merged
+from common.settings_checks import some
+from grapevine.report.folder import run_tree
 from grapevine.running.barrier import Barriers
 from learners.checkpoint import Checkpoints
 
 
 def check_continues(settings: Settings) -> None:
     """Compare with the settings that the run was last up with. Raises SettingsError naming the first that must stay."""
-    path = settings.run_folder / "settings.json"
-    try:
-        before = json.loads(path.read_text())
-    except (OSError, ValueError):
+    before = read_object(settings.run_folder / "settings.json")
+    _check_nodes(settings)
+    if before is None:
         return  # a new run, or one whose file was lost: nothing to compare with
     for key in ("seed", "shards", "site"):
         if key in before and before[key] != getattr(settings, key):
@@ -47,7 +49,7 @@ def check_mode(folder: Path, lockstep: bool) -> None:
 def resumed(run: str) -> tuple[Path, list[str], bool]:
     """The settings that a run (its name, or its folder) was last up with, flags that fit where it lies, and its mode.
 
-    Raises SettingsError when there is no such run.
+    Raises SettingsError when there is no such run, or its file of settings is damaged.
     """
     folder = Path(run) if "/" in run else Path("runs") / run
     path = folder / "settings.json"
@@ -57,7 +59,18 @@ def resumed(run: str) -> tuple[Path, list[str], bool]:
         )
         hint = f"did you mean {near[0]}?" if near else "name one, or its folder"
         raise SettingsError(f"there is no run to resume in {folder}; {hint}")
+    run_tree(folder)
     return path, [f"run={json.dumps(folder.name)}", f"folder={json.dumps(str(folder.parent))}"], Barriers.there(folder)
+
+
+def is_complete(settings: Settings) -> bool:
+    """Whether every node has trained all its rounds and evaluated what was due."""
+    for node in settings.node_names():
+        checkpoints = settings.run_folder / "nodes" / node / "checkpoints"
+        found = Checkpoints(checkpoints).newest() if checkpoints.is_dir() else None
+        if found is None or found[0].round < settings.for_node(node).rounds or found[0].evaluations:
+            return False
+    return True
 
 
 def resume_points(settings: Settings) -> list[str]:
@@ -71,6 +84,22 @@ def resume_points(settings: Settings) -> list[str]:
         if found is not None and found[0].round:
             words.append(f"{node} goes on after round {found[0].round}")
     return words
+
+
+def _check_nodes(settings: Settings) -> None:
+    """Raises SettingsError when a node with a folder in this run is left out now; in lockstep also for a new one."""
+    names = settings.node_names()
+    folders = sorted(path.name for path in (settings.run_folder / "nodes").glob("*") if path.is_dir())
+    left = [name for name in folders if name not in names]
+    if folders and any((settings.run_folder / "barriers").glob("[0-9]*")) and set(folders) != set(names):
+        raise SettingsError(
+            f"setting nodes: the run has {some(folders)}; in lockstep they stay the same, or begin anew with --fresh"
+        )
+    if left:
+        raise SettingsError(
+            f"setting nodes: run {settings.run} has a node {left[0]}, with a folder of its own, that is left out; put it "
+            f"back, begin anew with --fresh, or choose another name with --set run=NAME"
+        )
 
 
 def _model(before: dict[str, Any], name: str) -> str | None:

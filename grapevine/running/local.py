@@ -26,8 +26,9 @@ from common.server import away
 from common.settings import STARTER_MODELS, Settings, SettingsError
 from common.worker import TRANSIENT
 from grapevine.joining.invitation import Host, facts_of
+from grapevine.report.folder import read_clock
 from grapevine.report.summary import show_summary, summary
-from grapevine.running.continuing import check_continues, check_mode, resume_points
+from grapevine.running.continuing import check_continues, check_mode, is_complete, resume_points
 from grapevine.running.supervisor import Supervisor
 from grapevine.screen.live import Screen
 from grapevine.server import EmbeddedServer
@@ -49,6 +50,14 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console, joined
         settings = with_models(settings)
         check_continues(settings)
         check_mode(folder, lockstep)
+        if not joined and not lockstep and is_complete(settings):
+            show_summary(summary(folder), console)
+            console.print(
+                f"the run is complete; for more: grapevine up --resume {folder} --set node.rounds=..., "
+                f"to begin anew: --fresh",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+            return 0
         if not lockstep:
             for sentence in resume_points(settings):
                 console.print(sentence, highlight=False, soft_wrap=True)
@@ -79,7 +88,14 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console, joined
                 _snapshot(settings, open_run(settings)[0])
             if server is not None:
                 server.stop()
-    show_summary(summary(folder), console)
+    facts_now = summary(folder)
+    show_summary(facts_now, console)
+    if code == 0:
+        console.print(f"next: grapevine report {settings.run}", highlight=False, soft_wrap=True)
+    else:
+        last = max(settings.for_node(node).rounds for node in settings.node_names())
+        told = f"stopped after round {facts_now['rounds']} of {last}; to go on: grapevine up --resume {folder}"
+        console.print(told, highlight=False, soft_wrap=True)
     return code
 
 
@@ -134,7 +150,7 @@ def _run_processes(
 ) -> int:
     """Supervise until the learners are complete, those of guests too, or someone interrupts."""
     stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: stop.append(received))
     supervisor = Supervisor(settings, settings.run_folder / "settings.json", settings.redis_url or "")
     screen = Screen.of(settings, console, lambda: clock.restarts + clock.server_restarts)
@@ -189,9 +205,9 @@ class _Stopwatch:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "run.json"
-        kept = json.loads(self._path.read_text()) if self._path.exists() else {}
-        self._before = kept.get("elapsed_seconds", 0.0)
-        self._restarts_before = kept.get("restarts", 0)
+        kept = read_clock(folder)
+        self._before = kept.elapsed_seconds
+        self._restarts_before = kept.restarts
         self._started = time.monotonic()
         self._stopped: float | None = None
         self.restarts = 0

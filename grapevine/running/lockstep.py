@@ -11,10 +11,11 @@ import signal
 from typing import Any
 
 from rich.console import Console
+from transformers.utils import logging
 
 from common.clock import RoundClock
 from common.run import open_run
-from common.settings import Settings
+from common.settings import Settings, SettingsError
 from grapevine.roles import make_engine, make_generator, make_learner, make_verifier
 from grapevine.running.barrier import Barriers
 from grapevine.screen.live import Screen
@@ -27,15 +28,19 @@ class Stuck(RuntimeError):
 def run_lockstep(settings: Settings, console: Console) -> int:
     """Run to the end; 0 when complete, 130 when interrupted between rounds."""
     stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: stop.append(received))
     clock = RoundClock()
     ledger, directory = open_run(settings, clock)
     nodes = settings.node_names()
+    for node in nodes:
+        if settings.for_node(node).order_seconds < 2:
+            raise SettingsError(f"setting node.order_seconds of {node}: in lockstep it counts rounds; at least 2")
     barriers = Barriers(settings.run_folder)
     clock.round = barriers.restore(ledger, nodes, lambda sentence: console.print(f"[yellow]{sentence}[/yellow]"))
     if clock.round:
         console.print(f"resuming after round {clock.round}", highlight=False)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the screen shows one of its own
     engine = make_engine(settings)
     generator = make_generator("generator-0", settings, ledger, directory, engine)
     verifier = make_verifier("verifier-0", settings, ledger, directory)
@@ -78,4 +83,4 @@ def run_lockstep(settings: Settings, console: Console) -> int:
         verifier.drain()
         for learner in learners:
             learner.close()
-    return 130 if stop else 0
+    return 130 if stop and any(active.values()) else 0

@@ -23,6 +23,7 @@ from grapevine.processes import die_with_parent
 QUICK_SECONDS = 20.0
 QUICK_DEATHS_ALLOWED = 4
 GRACE_SECONDS = 30.0
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 SETTINGS_EXIT_CODE = 2
 SETTING_VARIABLES = tuple(f"GRAPEVINE_{name.upper()}" for name in Settings.model_fields)
 
@@ -116,13 +117,14 @@ class Supervisor:
     def _mourn(self, child: Child, code: int, now: float) -> None:
         child.quick_deaths = child.quick_deaths + 1 if now - child.started < QUICK_SECONDS else 0
         # Only deaths of its own count towards giving up: who kills a worker from outside wants to see it come back.
-        own_fault = code > 0
+        own_fault = code > 0 or -code in CRASHES
         if code == SETTINGS_EXIT_CODE:
             raise SettingsError(f"{child.name} cannot run: {_said(child.log)}")
         if own_fault and child.quick_deaths > QUICK_DEATHS_ALLOWED:
             raise GaveUp(f"{child.name} cannot run (exit code {code}); its log {child.log} ends:\n{_tail(child.log)}")
         child.restarts += 1
-        child.due = now + (min(0.5 * 2**child.quick_deaths, 15.0) if own_fault else 0.0)
+        # Killed once or twice it is back at once; who keeps dying at the start, for want of memory say, has to pause.
+        child.due = now + (min(0.5 * 2**child.quick_deaths, 15.0) if own_fault or child.quick_deaths > 2 else 0.0)
         self.event("restart", child.name, code)
 
     def event(self, what: str, name: str, code: int) -> None:

@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 import redis
 
+from common.directory import UNREADABLE
 from common.keys import Keys
 from grapevine.screen.view import plain
+from grapevine.server_place import server_url
 
 MOST_SHARDS = 1024
 # What stands between braces in a key; nothing in it means anything to SCAN.
@@ -70,8 +72,11 @@ def quarantine(client: redis.Redis, keys: Keys, count: int) -> Iterator[Refused]
     for shard in range(keys.shards):
         rows: Any = client.lrange(keys.quarantine(shard), 0, count - 1)
         for row in rows:
-            sample = msgspec.msgpack.decode(row)
-            yield Refused(*(plain(str(sample[name]), 400) for name in ("stream", "reason", "detail", "by")))
+            try:
+                sample = msgspec.msgpack.decode(row, type=dict[str, Any])
+            except UNREADABLE:
+                continue
+            yield Refused(*(plain(str(sample.get(name, "")), 400) for name in ("stream", "reason", "detail", "by")))
 
 
 def local_runs(folder: Path) -> list[str]:
@@ -80,11 +85,8 @@ def local_runs(folder: Path) -> list[str]:
 
 
 def local_url(folder: Path, run: str) -> str | None:
-    """The address of a local run's own server, up or not; None when it has none."""
-    place = folder / run / "server"
-    if not RUN_NAME.fullmatch(run) or not (place / "port").exists():
-        return None
-    return f"redis://:{(place / 'password').read_text()}@127.0.0.1:{(place / 'port').read_text()}/0"
+    """The address of a local run's own server, up or not; None when it has none. Raises SettingsError (see `server_url`)."""
+    return server_url(folder / run / "server") if RUN_NAME.fullmatch(run) else None
 
 
 def _run_of(key: bytes) -> str:

@@ -2,18 +2,19 @@
 
 Guarantees: never holds up whoever shows it for longer than a second and a half, whatever the server does; a server that is
 away leaves the last picture with a word about it; a terminal is left as it was found, with the last picture on it; plain
-lines hold no control codes, tell each its own story, and come every four seconds at most.
+lines hold no control codes, tell each its own story, and come every four seconds at most. Nothing that a server or a file
+says ends whoever shows it, but for a refusal of the server as such (ServerRefused).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import redis
@@ -27,7 +28,7 @@ from common.worker import TRANSIENT
 from grapevine.screen.picture import picture
 from grapevine.screen.view import View
 from grapevine.screen.watch import look
-from grapevine.screen.wording import event_words, mean_curve, sparkline
+from grapevine.screen.wording import event_words, mean, mean_curve, sparkline
 
 DRAW_SECONDS = 0.25
 LOOK_SECONDS = 1.0
@@ -37,6 +38,15 @@ STILL_SECONDS = 20.0
 ANSWER_SECONDS = 1.5
 EVENTS_KEPT = 20
 NODES_NAMED = 8
+
+
+class _Event(msgspec.Struct, frozen=True):
+    """A line of events.jsonl."""
+
+    at: Annotated[float, msgspec.Meta(ge=0, lt=2**36)]
+    event: str
+    name: str
+    code: int | None
 
 
 class Screen:
@@ -118,7 +128,8 @@ class Screen:
                 view = look(self._client, self._keys, self.view)
             except ServerChanged:
                 view = look(self._client, self._keys, self.view)
-        except TRANSIENT:
+        except (*TRANSIENT, redis.ResponseError):
+            # A guest may have put something else in the place of a key: its host's run goes on, with the last picture.
             self._looked = time.monotonic()
             return
         self._looked = self._seen = time.monotonic()
@@ -137,7 +148,8 @@ class Screen:
         if now - self._lined < LINE_SECONDS:
             return
         words = [event_words(event) for event in view.events if event["at"] > self._told_at]
-        if len(view.nodes) >= self._nodes and view.round > self._told:
+        # A node that nobody has heard of yet says nothing about the rounds it is to do.
+        if sum(node.facts.rounds > 0 for node in view.nodes) >= self._nodes and view.round > self._told:
             words.insert(0, round_line(view))
             self._told, self._moved = view.round, now
         elif now - self._seen > LINE_SECONDS:
@@ -159,11 +171,11 @@ def round_line(view: View) -> str:
     each = " ".join(f"{reward:.2f}" for reward in rewards[:NODES_NAMED]) + (" ..." if len(rewards) > NODES_NAMED else "")
     parts = [
         f"round {view.round:4d}/{max((node.facts.rounds for node in view.nodes), default=0)}",
-        f"own reward {fmean(rewards or [0.0]):.3f} {curve}",
+        f"own reward {mean(rewards):.3f} {curve}" if rewards else "",
         f"nodes {each}" if len(rewards) > 1 else "",
-        f"held-out {fmean(heldout):.3f}" if heldout else "",
-        f"swarm {fmean([sum(node.facts.mix.swarm.values()) for node in view.nodes] or [0]):.0f}",
-        f"staleness {fmean([node.facts.staleness for node in view.nodes] or [0.0]):.1f}",
+        f"held-out {mean(heldout):.3f}" if heldout else "",
+        f"swarm {mean([sum(node.facts.mix.swarm.values()) for node in view.nodes] or [0]):.0f}",
+        f"staleness {mean([node.facts.staleness for node in view.nodes] or [0.0]):.1f}",
         f"{sum(node.facts.tokens_per_second for node in view.nodes):6.0f} tok/s",
         f"{view.elapsed:4.0f} s" if view.elapsed is not None else "",
         f"restarts {view.restarts}" if view.restarts else "",
@@ -176,4 +188,8 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     """The last events of a run on this machine: restarts of workers and of the server."""
     if not path.exists():
         return []
-    return [msgspec.json.decode(line) for line in path.read_bytes().split(b"\n")[:-1][-EVENTS_KEPT:]]
+    found = []
+    for line in path.read_bytes().split(b"\n")[:-1][-EVENTS_KEPT:]:
+        with suppress(ValueError):  # damaged
+            found.append(msgspec.structs.asdict(msgspec.json.decode(line, type=_Event)))
+    return found

@@ -70,7 +70,7 @@ def _room(wanted: _Room, height: int) -> _Room:
 
 def _header(view: View, width: int, away: float) -> Panel:
     done, whole = sum(node.facts.round for node in view.nodes), sum(node.facts.rounds for node in view.nodes)
-    share = done / whole if whole else 0.0
+    share = min(1.0, max(0.0, done / whole)) if whole else 0.0
     figures = Text()
     lost = sum(node.lost for node in view.nodes)
     if view.restarts is not None:

@@ -22,6 +22,7 @@ from common.keys import Keys
 from common.server import ServerRefused, connect
 from common.settings import SettingsError
 from common.worker import TRANSIENT
+from grapevine.report.folder import read_clock
 from grapevine.screen.find import keys_of, local_runs, local_url, quarantine, runs_on
 from grapevine.screen.live import ANSWER_SECONDS, DRAW_SECONDS, Screen, read_events
 from grapevine.screen.picture import picture
@@ -79,6 +80,8 @@ class Place:
         """The run now. Raises ServerRefused when the server went away."""
         try:
             return replace(look(self.client, self.keys, before), **self.known())
+        except redis.ResponseError as error:
+            raise ServerRefused(f"run {self.keys.run} cannot be read from its server: {error}") from None
         except TRANSIENT as error:
             raise ServerRefused(f"the server of run {self.keys.run} does not answer: {error}") from None
 
@@ -90,11 +93,10 @@ class _Beside:
         self._folder = folder
 
     def __call__(self) -> dict[str, Any]:
-        path = self._folder / "run.json"
-        facts = json.loads(path.read_text()) if path.exists() else {}
+        clock = read_clock(self._folder)
         return {
-            "elapsed": facts.get("elapsed_seconds"),
-            "restarts": facts.get("restarts"),
+            "elapsed": clock.elapsed_seconds,
+            "restarts": clock.restarts,
             "events": tuple(read_events(self._folder / "events.jsonl")),
         }
 

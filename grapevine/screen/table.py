@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from rich import box
 from rich.panel import Panel
@@ -16,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grapevine.screen.view import Node, View
-from grapevine.screen.wording import duration, mean_curve, mix_words, sparkline
+from grapevine.screen.wording import duration, mean, mean_curve, mix_words, sparkline
 
 STATE_STYLES = {
     "waits for own groups": "yellow",
@@ -40,7 +39,7 @@ class Row:
     def mean(self, of: Callable[[Node], float | None]) -> float | None:
         """The mean over the nodes that have this figure."""
         values = [value for value in map(of, self.nodes) if value is not None]
-        return fmean(values) if values else None
+        return mean(values) if values else None
 
     @property
     def node(self) -> Node | None:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import redis
 
-from common.directory import WORKER_GONE_SECONDS, Heartbeat
+from common.directory import UNREADABLE, WORKER_GONE_SECONDS, Heartbeat
 from common.keys import Keys
 from common.ledger import Books
 from grapevine.screen.view import (
@@ -33,6 +33,8 @@ from grapevine.screen.waits import waits
 
 # Entries that a newer release wrote are the oldest of their stream; more than these are not counted.
 NEWER_LOOKED_AT = 50
+# No figure of a run is greater.
+MOST = 10**15
 COLUMNS = ("ordered", "trained", "filtered", "expired", "incarnation", "round")
 
 
@@ -122,7 +124,7 @@ class _Streams:
         return Target(name, site, found["orders", name], self._taken("orders taken", name), found["own", name])
 
     def books(self, name: str) -> Books:
-        figures = dict(zip(COLUMNS, (int(value or 0) for value in self._found["books", name]), strict=True))
+        figures = dict(zip(COLUMNS, map(_count, self._found["books", name]), strict=True))
         return Books(open=self._open.get(name, 0), waiting=self._found["own", name], **figures)
 
     def raw(self) -> Iterator[Raw]:
@@ -134,7 +136,7 @@ class _Streams:
         totals: dict[str, int] = {}
         for shard in range(self._keys.shards):
             for field, value in self._found["counts", shard].items():
-                totals[plain(field)] = totals.get(plain(field), 0) + int(value)
+                totals[plain(field)] = totals.get(plain(field), 0) + _count(value)
         return dict(sorted(totals.items()))
 
     def newer(self) -> int:
@@ -143,12 +145,20 @@ class _Streams:
         return sum(row["times_delivered"] == 0 for rows in pages for row in rows)
 
 
+def _count(value: bytes | None) -> int:
+    """A figure of the ledger; 0 for what is none."""
+    try:
+        return int(value or 0)
+    except ValueError:
+        return 0
+
+
 def _heartbeat(field: bytes, data: bytes) -> Heartbeat:
     """A heartbeat; what cannot be read is one that was never heard of, under the name it is kept by."""
     role, _, name = plain(field).partition(":")
     try:
         beat = msgspec.json.decode(data, type=Heartbeat)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return Heartbeat(role, name, 0.0)
     return Heartbeat(role, name, beat.at, beat.facts)
 
@@ -157,16 +167,19 @@ def _facts(beat: Heartbeat, default: Any) -> Any:
     """A heartbeat's facts in the shape of `default`, which stands for those that have another."""
     try:
         return msgspec.convert(_plain_tree(beat.facts), type(default), strict=False)
-    except msgspec.ValidationError:
+    except UNREADABLE:
         return default
 
 
 def _plain_tree(value: Any) -> Any:
+    """Facts that can be drawn: no control characters, no numbers that are none of a run's."""
     if isinstance(value, str):
         return plain(value)
     if isinstance(value, dict):
         return {plain(str(key)): _plain_tree(one) for key, one in value.items()}
-    return [_plain_tree(one) for one in value[:256]] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_plain_tree(one) for one in value[:256]]
+    return max(-MOST, min(MOST, value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _age(beat: Heartbeat, now: float) -> tuple[float, bool]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from rich.text import Text
@@ -17,20 +16,27 @@ BARS = "▁▂▃▄▅▆▇█"
 TAG_STYLES = {"failed": "red", "hard": "yellow", "mixed": "green", "easy": "cyan", "solved": "blue"}
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean of one value or more; never past the greatest number there is, as their sum would be."""
+    return sum(value / len(values) for value in values)
+
+
 def sparkline(values: Sequence[float], width: int = 16, scale: tuple[float, float] | None = None) -> str:
     """The whole curve in at most `width` characters, from the least to the greatest column or on a given scale."""
     if not values:
         return ""
     size = max(1, -(-len(values) // width))
-    columns = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
-    low, high = scale or (min(columns), max(columns))
-    return "".join(BARS[int((value - low) / ((high - low) or 1.0) * (len(BARS) - 1))] for value in columns)
+    # Halves, since the span between two numbers may be no number.
+    columns = [mean(values[i : i + size]) / 2 for i in range(0, len(values), size)]
+    low, high = (scale[0] / 2, scale[1] / 2) if scale else (min(columns), max(columns))
+    heights = [(value - low) / ((high - low) or 1.0) for value in columns]
+    return "".join(BARS[int(min(1.0, max(0.0, height)) * (len(BARS) - 1))] for height in heights)
 
 
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
     """The mean of curves that may be unequally long: all are read at as many points as the shortest has."""
     points = min((len(curve) for curve in curves), default=0)
-    return [fmean(curve[at * len(curve) // points] for curve in curves) for at in range(points)]
+    return [mean([curve[at * len(curve) // points] for curve in curves]) for at in range(points)]
 
 
 def mix_words(mix: Mapping[str, int], missing: int = 0) -> Text:

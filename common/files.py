@@ -1,0 +1,31 @@
+"""Small files that are there whole or not at all, and reading them back when they are not.
+
+Guarantees: a file is written aside and renamed, so neither a reader nor a crash sees half of it; a file with a mode has it
+from its first byte on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, data: str | bytes, mode: int | None = None) -> None:
+    """Write all of a file in place of what was there. `mode`: its permissions, 0o600 for a secret; None: the usual ones."""
+    aside = path.with_name(f"{path.name}.new")
+    aside.unlink(missing_ok=True)  # left by a writer that was killed; its permissions may be others
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
+    with open(handle, "wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+    os.replace(aside, path)
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no file, or no such object in it."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
