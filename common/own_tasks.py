@@ -150,7 +150,8 @@ def _probed(function: Callable[..., Any], definition: Definition) -> tuple[OwnEn
         try:
             made.append([_called(function, seed, definition.settings, definition) for seed in range(PROBED_SEEDS)])
         except Exception as error:
-            raise ValueError(f"{definition.function} fails: {str(error)[:200] or type(error).__name__}") from error
+            cause = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ValueError(f"{definition.function} fails: {cause}") from error
         if random.getstate() != state:
             raise ValueError(f"{definition.function} draws from the shared random module; use its random argument")
     if made[0] != made[1]:
@@ -163,7 +164,12 @@ def _probed(function: Callable[..., Any], definition: Definition) -> tuple[OwnEn
 def _called(function: Callable[..., Any], seed: int, settings: dict[str, Any], definition: Definition) -> OwnEntry:
     # Its own copy: a function that changes a list it was given would not be called alike again.
     arguments = msgspec.json.decode(msgspec.json.encode(settings))
-    return read_entry(function(random.Random(seed), **arguments), definition.scorer, definition.score is not None)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what a command prints is not its to add to
+            made = function(random.Random(seed), **arguments)
+    except SystemExit as error:
+        raise ValueError(f"{definition.function} ends the process; raise an error instead") from error
+    return read_entry(made, definition.scorer, definition.score is not None)
 
 
 def _imported(name: str, definition: Definition, key: str, digest: Any) -> Callable[..., Any]:
@@ -173,7 +179,7 @@ def _imported(name: str, definition: Definition, key: str, digest: Any) -> Calla
         raise ValueError(f"{key}: write it as module:function or file.py:function, not {name!r}")
     try:
         module = _module(place, definition)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # The user's own code may raise anything while it is imported; all of it is for the user to mend.
         cause = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{key}: {place} cannot be imported: {type(error).__name__}: {cause}") from error

@@ -22,7 +22,7 @@ from common.settings_checks import contradiction, unknown_variable
 from common.settings_tree import MOST_NODES, branch_of, with_named_nodes, without_empty
 from common.settings_tree import SettingsError as SettingsError  # noqa: PLC0414 - importers find it here
 from common.settings_tree import merged as merged  # noqa: PLC0414
-from common.tasks import TaskRefused, define, resolve_tasks
+from common.tasks import TaskRefused, define, draw, resolve_tasks
 from common.yaml_text import BadYaml, parse
 
 # Tiny models that are made on first use (grapevine.starter) rather than fetched.
@@ -294,6 +294,8 @@ def read_tree(path: Path | None, flags: list[str] | None = None, joins: bool = F
     if path is not None:
         try:
             tree = parse(path.read_text()) or {}
+        except FileNotFoundError:
+            raise SettingsError(f"{path} does not exist; `grapevine init {path}` writes one to start from") from None
         except (OSError, UnicodeDecodeError, BadYaml) as error:
             raise SettingsError(f"{path} cannot be read as YAML: {' '.join(str(error).split())}") from None
         if not isinstance(tree, dict):
@@ -353,16 +355,19 @@ def _define_tasks(settings: Settings, folder: Path) -> Settings:
 
 def _check_tasks(settings: Settings) -> None:
     """Resolve every node's tasks now: a misspelt one should not wait for a worker to trip over it."""
-    checked: list[str | list[Any]] = []
+    checked: list[tuple[str | list[Any], bool]] = []
     for name in settings._unlike_names():
-        wanted = settings.for_node(name).tasks
-        if wanted in checked:
+        node = settings.for_node(name)
+        evaluates = node.evaluate.questions > 0 and node.learner == "train"
+        if (node.tasks, evaluates) in checked:
             continue
         try:
-            resolve_tasks(wanted)
+            for spec in resolve_tasks(node.tasks):
+                if evaluates:
+                    draw((spec,), 0, 0, held_out=True)
         except TaskRefused as error:
             raise SettingsError(f"{name}: {error}") from None
-        checked.append(wanted)
+        checked.append((node.tasks, evaluates))
 
 
 def _sentence(error: ValidationError, inside: list[str] | None = None) -> str:

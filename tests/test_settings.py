@@ -244,7 +244,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     [
         (["up", "broken.yaml"], "node: [a\n\tb", "broken.yaml cannot be read as YAML"),
         (["up", "broken.yaml"], "node: {rounds: many}", "setting node.rounds: input should be a valid integer"),
-        (["up", "absent.yaml"], "", "absent.yaml cannot be read as YAML"),
+        (["up", "absent.yaml"], "", "absent.yaml does not exist; `grapevine init absent.yaml` writes one"),
         (["up", "--set", "node.mix.swram=1"], "", "unknown setting node.mix.swram; did you mean node.mix.swarm?"),
         (["worker", "learner", "nosuch"], "", "node nosuch is not in the settings; nodes are node-0, node-1"),
         (["worker", "cook", "x"], "", "role cook is unknown; choose learner, generator or verifier"),

@@ -72,12 +72,14 @@ def add(
     node: Annotated[str | None, typer.Option(help="evaluate, export: whose policy")] = None,
     version: Annotated[str | None, typer.Option(help="evaluate, export: which one, e.g. 1.150; default: the newest")] = None,
     tasks: Annotated[str | None, typer.Option(help="evaluate: a preset, or names with commas")] = None,
-    questions: Annotated[int | None, typer.Option(help="evaluate: distinct held-out questions")] = None,
-    completions: Annotated[int | None, typer.Option(help="evaluate: sampled completions per question")] = None,
-    keep_policies: Annotated[int | None, typer.Option(help="prune: newest policy files kept per node")] = None,
+    questions: Annotated[int | None, typer.Option(min=1, help="evaluate: distinct held-out questions")] = None,
+    completions: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="evaluate: sampled completions per question")
+    ] = None,
+    keep_policies: Annotated[int | None, typer.Option(min=1, help="prune: newest policy files kept per node")] = None,
     older_than: Annotated[str | None, typer.Option(help="prune: age of set-aside runs that go, e.g. 7d")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="prune: only say what would go")] = False,
-    retries: Annotated[int, typer.Option(min=0, help="how often it is tried again when it fails")] = 3,
+    retries: Annotated[int, typer.Option(min=0, max=100, help="how often it is tried again when it fails")] = 3,
     wait: Annotated[bool, typer.Option("--wait", help="wait for it and print its result as JSON")] = False,
     redis_url: UrlOption = None,
     folder: FolderOption = Path("runs"),

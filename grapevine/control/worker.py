@@ -74,7 +74,7 @@ class ControlWorker(Worker):
         kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(SETTING_VARIABLES)}
         process = subprocess.Popen(
             [
-                sys.executable, "-m", "grapevine.control.horse", str(os.getpid()), self.place,
+                sys.executable, "-P", "-m", "grapevine.control.horse", str(os.getpid()), self.place,
                 self.name.rpartition(".")[2], str(self._settings_file), job.id, self.execution.id if self.execution else "",
             ],
             stdin=subprocess.DEVNULL,

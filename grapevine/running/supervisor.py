@@ -100,6 +100,7 @@ class Supervisor:
     def _start(self, child: Child) -> None:
         command = [
             sys.executable,
+            "-P",  # a file of the user's that is called common.py must not stand in for ours
             "-m",
             "grapevine",
             *(("control", "--name") if child.role == "control" else ("worker", child.role)),
