@@ -85,9 +85,12 @@ This is the prompt of its training, where the tokenizer has a chat template. Wei
 def _heldout(settings: Settings, node: str, policy: Policy) -> str:
     """A table of the evaluation of this very version, or a sentence that there is none."""
     folder = settings.run_folder
-    lines = read(folder / "nodes" / node / "heldout.jsonl")
-    lines += [line for line in read(folder / "evaluations.jsonl") if line.get("node") == node]
-    fitting = [line for line in lines if line.get("version") == str(policy.version)]
+    trained = read(folder / "nodes" / node / "heldout.jsonl")
+    jobs = [line for line in read(folder / "evaluations.jsonl") if line.get("node") == node]
+    lines = [*trained, *jobs]
+    # The node's own file holds its surviving line alone: there a step means the same weights after every restart.
+    fitting = [line for line in trained if line["version"].partition(".")[2] == str(policy.version.step)]
+    fitting += [line for line in jobs if line["version"] == str(policy.version)]
     if not fitting:
         rounds = [line["round"] for line in lines if line.get("round") is not None]
         last = f" The node's last evaluation was of round {max(rounds)}." if rounds else ""

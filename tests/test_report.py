@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from random import Random
@@ -32,7 +33,7 @@ from grapevine.report.labels import spread
 from grapevine.report.leaderboard import show_standings, standings, widest
 from grapevine.report.page import run_page, span
 from grapevine.report.settings import between, from_defaults
-from grapevine.report.summary import summary
+from grapevine.report.summary import figures, summary, with_error
 from grapevine.running.continuing import resumed
 from learners.journal import read
 from tests.synthetic import heldout_line, write_lines, write_run
@@ -372,6 +373,21 @@ def test_a_comparison_shows_both_runs_and_their_differences(runs: Path) -> None:
     assert f"<b>{found_difference.text}</b>" in page
     assert "node.mix.swarm 4 0" in found.text
     assert len(re.findall("<svg", page)) == 3
+
+
+def test_a_run_that_stopped_early_is_compared_over_what_both_have(tmp_path: Path) -> None:
+    whole = read_run(write_run(tmp_path / "whole", rounds=60, every=20))
+    early = read_run(write_run(tmp_path / "early", rounds=30, every=20))
+    page = Page(comparison_page([whole, early])).text
+    assert "those of the first 30 rounds" in page
+    cut = replace(
+        whole,
+        rounds={node: lines[:30] for node, lines in whole.rounds.items()},
+        heldout={node: [line for line in lines if line["round"] in (0, 20)] for node, lines in whole.heldout.items()},
+    )
+    assert with_error(figures(cut), "own_reward_last10") in page
+    assert with_error(figures(cut), "heldout_last") in page
+    assert with_error(figures(whole), "heldout_last") not in page
 
 
 def test_runs_without_a_round_can_be_compared(tmp_path: Path, runs: Path) -> None:

@@ -1,12 +1,12 @@
 """Several runs side by side: their curves, their figures, and what was set otherwise.
 
 Guarantees: a difference comes with its standard error, as far as its figures have one; the first run is what the others are
-held against.
+held against; what was learnt is compared over the rounds and evaluations that all runs have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -48,8 +48,8 @@ class Difference:
 
 def comparison_page(runs: list[RunFolder]) -> str:
     """The page of several runs."""
-    facts = [figures(run) for run in runs]
     rounds = min(run.rounds_done for run in runs)
+    facts = [_on_common_ground(run, rounds, _evaluated_in_all(runs)) for run in runs]
     drawn = {
         "reward": ([_over_nodes(run) for run in runs], "own reward"),
         "sampled": ([_heldout_over_nodes(run, greedy=False) for run in runs], "held-out accuracy"),
@@ -68,10 +68,28 @@ def comparison_page(runs: list[RunFolder]) -> str:
         rows=_rows(facts),
         common=_common(runs, rounds) if rounds else [],
         rounds=rounds,
+        uneven=any(run.rounds_done != rounds for run in runs),
         windows=sorted({series.window(run.rounds_done) for run in runs}),
         settings=between(runs),
         elapsed=[span(fact["elapsed_seconds"]) for fact in facts],
     )
+
+
+def _evaluated_in_all(runs: list[RunFolder]) -> set[int]:
+    """The rounds after which every node of every run was evaluated."""
+    nodes = [{line["round"] for line in lines} for run in runs for lines in run.heldout.values()]
+    return set.intersection(*nodes) if nodes else set()
+
+
+def _on_common_ground(run: RunFolder, rounds: int, evaluated: set[int]) -> dict[str, Any]:
+    """A run's figures; those of learning over the first `rounds` rounds and these evaluations, as far as all runs came."""
+    cut = replace(
+        run,
+        rounds={node: lines[:rounds] for node, lines in run.rounds.items()},
+        heldout={node: [line for line in lines if line["round"] in evaluated] for node, lines in run.heldout.items()},
+    )
+    learning = {key: value for key, value in figures(cut).items() if key.startswith(("own_reward", "heldout"))}
+    return {**figures(run), **learning}
 
 
 def _over_nodes(run: RunFolder) -> series.Series | None:
