@@ -178,7 +178,8 @@ def _imported(name: str, definition: Definition, key: str, digest: Any) -> Calla
     if not sign or not place or not attribute:
         raise ValueError(f"{key}: write it as module:function or file.py:function, not {name!r}")
     try:
-        module = _module(place, definition)
+        with contextlib.redirect_stdout(sys.stderr):
+            module = _module(place, definition)
     except (Exception, SystemExit) as error:
         # The user's own code may raise anything while it is imported; all of it is for the user to mend.
         cause = " ".join(str(error).split())[:200] or type(error).__name__

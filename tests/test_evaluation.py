@@ -26,7 +26,9 @@ def evaluate(model: Path, tmp_path: Path) -> tuple[dict[str, object], list[dict[
     """`grapevine eval` in a process of its own: its figures and its answers."""
     answers = tmp_path / "answers.jsonl"
     config = tmp_path / "eval.json"
-    config.write_text(json.dumps({"node": {"tasks": TASKS, "sampling": {"max_new_tokens": 24}}}))
+    # Batches that a verifier takes in several steps.
+    tree = {"node": {"tasks": TASKS, "sampling": {"max_new_tokens": 24}}, "generators": {"batch_orders": 48}}
+    config.write_text(json.dumps(tree))
     clean = {key: value for key, value in os.environ.items() if not key.startswith("GRAPEVINE_") and key != "REDIS_URL"}
     command = [sys.executable, "-m", "grapevine", "eval", str(model), "--config", str(config), "--answers", str(answers)]
     run = subprocess.run(

@@ -106,7 +106,9 @@ def test_a_name_that_cannot_be_one(tmp_path: Path) -> None:
 def test_tasks_that_stay_on_the_host_are_named(tmp_path: Path) -> None:
     (tmp_path / "questions.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     own = f"own_tasks.sums.file={tmp_path / 'questions.jsonl'}"
-    run = msgspec.structs.replace(facts(tmp_path, own, "node.tasks=[sums]"), own_tasks=["sums-of-the-host"])
+    run = msgspec.structs.replace(
+        facts(tmp_path, own, "node.tasks=[sums]", "node.evaluate.questions=0"), own_tasks=["sums-of-the-host"]
+    )
     run = msgspec.structs.replace(run, node={**run.node, "tasks": ["sums-of-the-host"]})
     with pytest.raises(SettingsError, match="code does not travel"):
         settings_of(run, {}, "laptop", None)

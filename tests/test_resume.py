@@ -14,9 +14,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from common.run import open_run
 from common.settings import Settings, SettingsError, load
 from grapevine.running.barrier import Barriers
-from grapevine.running.continuing import check_mode, resumed
+from grapevine.running.continuing import check_mode, is_complete, resumed
+from grapevine.server import EmbeddedServer
+from learners.checkpoint import Checkpoints
 from learners.journal import read
 
 KILLS = 20
@@ -152,10 +155,8 @@ def test_without_a_good_barrier_nothing_is_begun(ended: Settings) -> None:
     assert files(ended) == before
 
 
-def test_a_run_in_lockstep_keeps_its_nodes(ended: Settings, server: object) -> None:
-    from common.run import open_run
-
-    ledger, _ = open_run(ended.model_copy(update={"redis_url": server.url}))  # type: ignore[attr-defined]
+def test_a_run_in_lockstep_keeps_its_nodes(ended: Settings, server: EmbeddedServer) -> None:
+    ledger, _ = open_run(ended.model_copy(update={"redis_url": server.url}))
     with pytest.raises(SettingsError, match="in lockstep they stay the same"):
         Barriers(ended.run_folder).restore(ledger, ["node-0", "other"], print)
 
@@ -181,6 +182,42 @@ def test_a_run_stays_in_its_mode(ended: Settings, tmp_path: Path) -> None:
     (tmp_path / "other" / "nodes" / "node-0" / "checkpoints" / "000001-000000001").mkdir(parents=True)
     with pytest.raises(SettingsError, match="was begun without --lockstep"):
         check_mode(tmp_path / "other", lockstep=True)
+
+
+def test_a_complete_run_is_known_until_it_is_given_more_rounds(ended: Settings) -> None:
+    assert is_complete(ended)
+    more = ended.model_copy(update={"node": ended.node.model_copy(update={"rounds": ROUNDS + 1})})
+    assert not is_complete(more)
+
+
+def test_a_run_that_lost_its_barriers_is_not_begun_anew(ended: Settings, server: EmbeddedServer) -> None:
+    for path in barriers(ended):
+        path.unlink()
+    before = files(ended)
+    ledger, _ = open_run(ended.model_copy(update={"redis_url": server.url}))
+    with pytest.raises(SettingsError, match="lost its barriers"):
+        Barriers(ended.run_folder).restore(ledger, ended.node_names(), print)
+    assert files(ended) == before
+
+
+def test_another_run_of_that_name_on_the_server_is_left_alone(tmp_path: Path, server: EmbeddedServer) -> None:
+    of = Settings(run="elsewhere", folder=tmp_path, redis_url=server.url)
+    ledger, _ = open_run(of)
+    ledger.redis.set(ledger.keys.targets(), "theirs")
+    with pytest.raises(SettingsError, match="holds a run elsewhere that was not begun here"):
+        Barriers(of.run_folder).restore(ledger, of.node_names(), print)
+    assert ledger.redis.get(ledger.keys.targets()) == b"theirs"
+    ledger.redis.delete(ledger.keys.targets())
+
+
+def test_a_beginning_that_was_killed_leaves_no_incarnation(tmp_path: Path, server: EmbeddedServer) -> None:
+    of = Settings(run="beginning", folder=tmp_path, redis_url=server.url)
+    ledger, _ = open_run(of)
+    assert Barriers(of.run_folder).restore(ledger, of.node_names(), print) == 0
+    folder = of.run_folder / "nodes" / "node-0" / "checkpoints"
+    assert Checkpoints(folder).raise_incarnation() == 1
+    assert Barriers(of.run_folder).restore(ledger, of.node_names(), print) == 0
+    assert Checkpoints(folder).raise_incarnation() == 1
 
 
 def test_resume_finds_a_run_by_its_folder(ended: Settings) -> None:

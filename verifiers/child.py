@@ -40,7 +40,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 class Limits:
     """CPU seconds to build a question and to score one answer, seconds of hanging borne per group, memory in bytes.
 
-    Once a group has lost `group` seconds to hanging answers, each of its further answers gets a tenth of `answer`.
+    Once a group has lost `group` seconds to hanging answers, each of its further answers gets a fifth of `answer`.
     """
 
     build: float = 2.0
@@ -129,7 +129,7 @@ def _group(worker: "_Worker", request: Request, limits: Limits) -> Group | Refus
     lost, retried = 0.0, -1
     while built is None or len(scores) < len(request.answers):
         request.start = len(scores)
-        request.seconds = limits.answer if lost < limits.group else limits.answer / 10
+        request.seconds = limits.answer if lost < limits.group else limits.answer / 5
         began = time.monotonic()
         for reply in worker.replies(request):
             began = time.monotonic()

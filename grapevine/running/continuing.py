@@ -65,12 +65,14 @@ def resumed(run: str) -> tuple[Path, list[str], bool]:
 
 def is_complete(settings: Settings) -> bool:
     """Whether every node has trained all its rounds and evaluated what was due."""
-    for node in settings.node_names():
-        checkpoints = settings.run_folder / "nodes" / node / "checkpoints"
-        found = Checkpoints(checkpoints).newest() if checkpoints.is_dir() else None
-        if found is None or found[0].round < settings.for_node(node).rounds or found[0].evaluations:
-            return False
-    return True
+    return all(node_is_complete(settings, node) for node in settings.node_names())
+
+
+def node_is_complete(settings: Settings, node: str) -> bool:
+    """The same of one node, by its newest checkpoint."""
+    checkpoints = settings.run_folder / "nodes" / node / "checkpoints"
+    found = Checkpoints(checkpoints).newest() if checkpoints.is_dir() else None
+    return found is not None and found[0].round >= settings.for_node(node).rounds and not found[0].evaluations
 
 
 def resume_points(settings: Settings) -> list[str]:

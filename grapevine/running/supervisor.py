@@ -19,6 +19,7 @@ import msgspec
 
 from common.settings import Settings, SettingsError
 from grapevine.processes import die_with_parent
+from grapevine.running.continuing import node_is_complete
 
 QUICK_SECONDS = 20.0
 QUICK_DEATHS_ALLOWED = 4
@@ -52,6 +53,7 @@ class Supervisor:
     """Runs `grapevine worker ROLE NAME` processes for one run."""
 
     def __init__(self, settings: Settings, settings_file: Path, redis_url: str) -> None:
+        self._settings = settings
         self._folder = settings.run_folder
         self._settings_file = settings_file
         # The address holds the password: it travels in the environment, never on a command line.
@@ -92,7 +94,8 @@ class Supervisor:
             if code is None:
                 continue
             child.process = None
-            if code == 0 and child.role == "learner":
+            # The exit code alone would take a library's os._exit(0) for an end in good order.
+            if code == 0 and child.role == "learner" and node_is_complete(self._settings, child.name):
                 child.complete = True
                 continue
             self._mourn(child, code, now)
@@ -118,7 +121,7 @@ class Supervisor:
     def _mourn(self, child: Child, code: int, now: float) -> None:
         child.quick_deaths = child.quick_deaths + 1 if now - child.started < QUICK_SECONDS else 0
         # Only deaths of its own count towards giving up: who kills a worker from outside wants to see it come back.
-        own_fault = code > 0 or -code in CRASHES
+        own_fault = code >= 0 or -code in CRASHES
         if code == SETTINGS_EXIT_CODE:
             raise SettingsError(f"{child.name} cannot run: {_said(child.log)}")
         if own_fault and child.quick_deaths > QUICK_DEATHS_ALLOWED:
