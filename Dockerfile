@@ -26,10 +26,10 @@ FROM python:3.11-slim
 ENV PATH=/opt/grapevine/bin:$PATH PYTHONUNBUFFERED=1
 # The folders exist with their owner, so that volumes mounted there are the user's as well.
 RUN useradd --uid 10001 --create-home grapevine \
-    && mkdir -p /work/runs /work/cache \
-    && chown -R grapevine:grapevine /work
+    && mkdir -p /srv/grapevine/runs /srv/grapevine/cache \
+    && chown -R grapevine:grapevine /srv/grapevine
 COPY --from=build /opt/grapevine /opt/grapevine
 USER grapevine
-WORKDIR /work
+WORKDIR /srv/grapevine
 ENTRYPOINT ["grapevine"]
 CMD ["--help"]
