@@ -117,8 +117,9 @@ class Loop:
 
     def _beat(self) -> None:
         ledger, directory = self._heart()
+        stopping = False
+        # The first beat comes at once: who looks for workers must see one that has just begun.
         while True:
-            stopping = self._stop.wait(HEARTBEAT_SECONDS)
             try:
                 if stopping:
                     directory.gone(self._worker.role, self._worker.name)
@@ -133,6 +134,7 @@ class Loop:
             except BaseException as error:
                 self._failure = error
                 return
+            stopping = self._stop.wait(HEARTBEAT_SECONDS)
 
 
 def serve_health(loop: Loop, port: int, stalled_after: float = 600.0) -> ThreadingHTTPServer:
