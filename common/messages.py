@@ -102,14 +102,15 @@ class Completion(_Message, frozen=True):
     """One answer as sampled.
 
     `token_ids` is little-endian int32, `logprobs` little-endian float32, one value per token, the end-of-sequence token
-    included; both are opaque to the verifier. `logprob` is the sum over the tokens, in nats.
+    included; both are opaque to the verifier. `logprob` is the sum over the tokens, in nats. Where the sampler records no
+    probabilities, `logprobs` is empty and `logprob` None.
     """
 
     text: str
     token_ids: bytes
     logprobs: bytes
     tokens: Count
-    logprob: float
+    logprob: float | None
     finish_reason: FinishReason
     spans: Annotated[list[Span], msgspec.Meta(max_length=4096)]
 
@@ -137,11 +138,11 @@ class ScoredGroup(_Message, frozen=True):
 
 
 class SharedCompletion(_Message, frozen=True):
-    """A completion as other nodes see it: text, its length in the author's tokens, and one log-probability."""
+    """A completion as other nodes see it: text, its length in the author's tokens, and one log-probability or none."""
 
     text: str
     tokens: Count
-    logprob: float
+    logprob: float | None
     finish_reason: FinishReason
 
 
@@ -239,7 +240,7 @@ def _fault(message: msgspec.Struct) -> str | None:
             fault = _completion_fault(completion)
             if fault:
                 return fault
-    if isinstance(message, SwarmGroup) and not all(math.isfinite(c.logprob) for c in message.completions):
+    if isinstance(message, SwarmGroup) and not all(math.isfinite(c.logprob or 0.0) for c in message.completions):
         return "a log-probability is not a finite number"
     if isinstance(message, ScoredGroup | SwarmGroup) and len(message.components) != len(message.completions):
         return "components and completions differ in number"
@@ -247,12 +248,14 @@ def _fault(message: msgspec.Struct) -> str | None:
 
 
 def _completion_fault(completion: Completion) -> str | None:
-    if len(completion.token_ids) != 4 * completion.tokens or len(completion.logprobs) != 4 * completion.tokens:
+    unknown = completion.logprob is None
+    probabilities = 0 if unknown else completion.tokens
+    if len(completion.token_ids) != 4 * completion.tokens or len(completion.logprobs) != 4 * probabilities:
         return "token ids, log-probabilities and the number of tokens disagree"
     if completion.tokens == 0:
         return "a completion holds at least one token"
     # One value that is no number would spoil the whole update; a sum is finite when all its float32 terms are.
-    if not math.isfinite(completion.logprob) or not math.isfinite(sum(_values("f", completion.logprobs))):
+    if not math.isfinite(completion.logprob or 0.0) or not math.isfinite(sum(_values("f", completion.logprobs))):
         return "a log-probability is not a finite number"
     if min(_values("i", completion.token_ids)) < 0:
         return "a token id is negative"

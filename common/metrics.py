@@ -31,6 +31,8 @@ swarm_groups = Gauge("grapevine_swarm_groups", "Swarm groups in the last round."
 books = Gauge("grapevine_books", "The ledger's books of a target, by column.", ["target", "column"])
 update_seconds = Histogram("grapevine_update_seconds", "Seconds of one round's parts.", ["part"])
 tokens_trained = Counter("grapevine_tokens_trained_total", "Completion tokens in updates.", ["origin"])
+updates_skipped = Counter("grapevine_updates_skipped_total", "Optimizer steps skipped: exploding or not finite.", ["node"])
+rollbacks = Counter("grapevine_rollbacks_total", "Returns to the last good checkpoint.", ["node"])
 
 # Control jobs.
 jobs = Gauge("grapevine_jobs", "Control jobs by status.", ["status"])

@@ -9,15 +9,23 @@ from __future__ import annotations
 import difflib
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as UnreadableVariable
 
 from common.addresses import LOOPBACK, listen_address
-from common.messages import TAGS, Tag
-from common.own_tasks import Definition
+from common.sections import (
+    ControlSettings,
+    GeneratorSettings,
+    NamePattern,
+    NodeSettings,
+    OwnTaskSettings,
+    SinkSettings,
+    SwarmSettings,
+    VerifierSettings,
+)
 from common.settings_checks import contradiction, unknown_variable
 from common.settings_tree import MOST_NODES, branch_of, with_named_nodes, without_empty
 from common.settings_tree import SettingsError as SettingsError  # noqa: PLC0414 - importers find it here
@@ -25,160 +33,7 @@ from common.settings_tree import merged as merged  # noqa: PLC0414
 from common.tasks import TaskRefused, define, draw, resolve_tasks
 from common.yaml_text import BadYaml, parse
 
-# Tiny models that are made on first use (grapevine.starter) rather than fetched.
-STARTER_MODELS = ("starter", "starter-wide")
-
 DEFAULT_NODES = 4
-
-NamePattern = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,38}[a-z0-9])?$")]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_is_default(cls, tree: Any) -> Any:
-        return without_empty(tree, cls)
-
-
-class SamplingSettings(_Section):
-    """How completions are drawn."""
-
-    max_new_tokens: int = Field(256, ge=1, le=131072, description="longest completion, in tokens")
-    temperature: float = Field(1.0, gt=0.0, le=10.0, description="above 1 completions vary more, below 1 less")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="share of the probability that tokens are drawn from; 1: all")
-
-
-class MixSettings(_Section):
-    """What one round trains on, in groups. `swarm: 0` is a silo."""
-
-    own: int = Field(4, ge=1, description="own groups per round")
-    swarm: int = Field(4, ge=0, description="groups of other nodes per round, at most; 0: none")
-    tags: tuple[Tag, ...] = Field(("hard", "mixed", "easy"), description="which groups of others to draw, by score")
-    fill: bool = Field(False, description="replace missing swarm groups by further own ones that have arrived")
-
-
-class ShareSettings(_Section):
-    """What the swarm may see of a node's groups."""
-
-    tags: tuple[Tag, ...] = Field(TAGS, description="which of its groups are shared, by score")
-    fraction: float = Field(1.0, ge=0.0, le=1.0, description="share of its groups that the node offers; 0: none")
-
-
-class RewardSettings(_Section):
-    """The node's own reward: weights on the verifier's components, each of which lies between 0 and 1."""
-
-    accuracy: float = Field(1.0, description="weight of a right answer")
-    format: float = Field(0.0, description="weight of an answer in the form that was asked for")
-    length: float = Field(0.0, description="weight of a short completion")
-
-
-class UpdateSettings(_Section):
-    """The policy update."""
-
-    objective: Literal["grpo"] = Field("grpo", description="the loss")
-    correction: Literal["none", "successes"] = Field(
-        "none", description="of groups of others: `none` trains on all, `successes` on those above their group's mean"
-    )
-    learning_rate: float = Field(1e-6, ge=0.0, description="step size of AdamW; 0: train nothing, measure only")
-    weight_decay: float = Field(0.0, ge=0.0, description="decay of the weights, per step and unit of learning rate")
-    max_grad_norm: float = Field(1.0, gt=0.0, description="longer gradients are shortened to this norm")
-    clip_low: float = Field(0.2, ge=0.0, lt=1.0, description="how far a token's probability ratio may fall below 1")
-    clip_high: float = Field(0.28, ge=0.0, description="how far a token's probability ratio may rise above 1")
-    importance_cap: float = Field(2.0, ge=1.0, description="truncation of the token-level importance weights")
-    minibatch_tokens: int = Field(65536, ge=1, description="most tokens, padding included, in one forward pass")
-
-
-class EvaluateSettings(_Section):
-    """Evaluation on held-out questions: one greedy completion of each, and some sampled ones."""
-
-    every: int = Field(100, ge=0, description="rounds between evaluations; 0: only before the first and after the last")
-    questions: int = Field(64, ge=0, description="distinct held-out questions, fewer where the tasks have fewer; 0: never")
-    completions: int = Field(4, ge=1, le=1024, description="sampled completions per question, for pass@k up to this k")
-    temperature: float = Field(1.0, gt=0.0, le=10.0, description="of the sampled completions")
-
-
-class NodeSettings(_Section):
-    """One node. The section `node` holds for all, `nodes.<name>` overrides it for one."""
-
-    model: str = Field("starter", description="a hub id, a local folder, `starter` or `starter-wide`")
-    learner: Literal["train", "none"] = Field("train", description="`none`: contributes rollouts and never trains")
-    tasks: str | list[Any] = Field(
-        "starter", description="a preset (`starter`, `paper9`) or a list of dataset names, each with settings or without"
-    )
-    rounds: int = Field(200, ge=1, description="updates until the node is complete")
-    group_size: int = Field(8, ge=2, le=1024, description="completions per question")
-    ahead: int = Field(2, ge=1, description="batches of orders kept open")
-    max_staleness: int = Field(8, ge=0, description="oldest own group, in policy steps, that still trains")
-    order_seconds: float = Field(120.0, gt=0, description="seconds until an unanswered order is placed anew")
-    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
-    policies_kept: int = Field(8, ge=2, description="policy files kept, besides those that evaluations need")
-    sampling: SamplingSettings = SamplingSettings()
-    mix: MixSettings = MixSettings()
-    share: ShareSettings = ShareSettings()
-    reward: RewardSettings = RewardSettings()
-    update: UpdateSettings = UpdateSettings()
-    evaluate: EvaluateSettings = EvaluateSettings()
-
-
-class GeneratorSettings(_Section):
-    """The pool."""
-
-    replicas: int = Field(2, ge=0, description="generators that `up` starts")
-    target: str = Field("auto", description="a node's name, or `auto`")
-    engine: Literal["transformers"] = Field("transformers", description="what runs the model")
-    batch_orders: int = Field(16, ge=1, description="questions answered together")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the weights")
-    device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one")
-
-
-class VerifierSettings(_Section):
-    """Scoring."""
-
-    replicas: int = Field(1, ge=0, description="verifiers that `up` starts")
-    answer_seconds: float = Field(0.2, gt=0, description="CPU seconds to score one answer")
-    memory_megabytes: int = Field(1024, ge=256, description="memory to score one answer, in MB")
-    max_characters: int = Field(65536, ge=1, description="longer completions score 0")
-
-
-class SwarmSettings(_Section):
-    """The shared streams. `max_age` in seconds, in lockstep in rounds."""
-
-    quota: int = Field(32, ge=1, description="groups kept per author and tag")
-    max_age: int = Field(600, ge=1, description="how long a shared group can be drawn: seconds, in lockstep rounds")
-
-
-class OwnTaskSettings(_Section):
-    """A task of one's own: a JSONL file of questions, or a Python function that makes them."""
-
-    file: Path | None = Field(None, description="JSONL: question, answer and optionally scorer on each line")
-    function: str | None = Field(None, description="`module:function` or `file.py:function`: seed to question")
-    scorer: Literal["exact", "numeric", "math", "choice"] = Field("exact", description="how answers are compared")
-    score: str | None = Field(None, description="`module:function` or `file.py:function` in place of a scorer")
-    settings: dict[str, Any] = Field({}, description="keyword arguments of the function")
-    folder: Path | None = Field(None, description="where paths and modules start; default: the settings file's folder")
-    checksum: str | None = Field(None, description="of the definition; filled in when a run starts")
-
-    def definition(self, name: str) -> Definition:
-        """The same as tasks understand it."""
-        return Definition(name, **{**self.model_dump(mode="json"), "folder": str(self.folder or "")})
-
-
-class SinkSettings(_Section):
-    """Where else a learner writes its figures."""
-
-    tensorboard: bool = Field(False, description="event files under the run's folder")
-    wandb: str | None = Field(None, description="project at Weights & Biases")
-
-
-class ControlSettings(_Section):
-    """Control jobs: evaluations, exports, reports, pruning."""
-
-    replicas: int = Field(0, ge=0, description="control workers that `up` starts")
-    evaluate_rounds: int = Field(0, ge=0, description="evaluate every node each time so many rounds passed; 0: never")
-    evaluate_minutes: float = Field(0, ge=0, description="evaluate every node so often; 0: never")
-    retries: int = Field(3, ge=0, description="how often a failed job is tried again")
 
 
 class Settings(BaseSettings):

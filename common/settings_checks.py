@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from common.settings import NodeSettings, Settings
+    from common.sections import NodeSettings
+    from common.settings import Settings
 
 PREFIX = "GRAPEVINE_"
 
@@ -65,7 +66,7 @@ def contradiction(settings: Settings) -> str | None:
 
 def _within(node: NodeSettings) -> Iterable[tuple[tuple[str, ...], str]]:
     """Contradictions of one node: the keys, and a sentence with a place for each."""
-    if node.mix.swarm > 0 and not node.mix.tags:
+    if node.mix.swarm and not node.mix.tags:
         yield (
             ("mix.swarm", "mix.tags"),
             f"setting {{1}} names no tag to draw, but {{0}} asks for {node.mix.swarm} groups; "

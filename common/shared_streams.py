@@ -7,7 +7,7 @@ was drawn or refused once is never returned again within the maximum age.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -16,6 +16,7 @@ import redis
 from common.clock import Clock
 from common.keys import Keys
 from common.ledger import Entry
+from common.messages import Tag
 
 LOOK_BACK = 4
 AUTHORS_FRESH_MS = 1000
@@ -34,8 +35,12 @@ class SwarmReader:
         max_age: int,
         seen: dict[str, int] | None = None,
         depth: int = 256,
+        weights: Mapping[Tag, float] | None = None,
     ) -> None:
-        """`max_age` in the clock's unit (milliseconds, or rounds in lockstep); no stream is read deeper than `depth`."""
+        """`max_age` in the clock's unit (milliseconds, or rounds in lockstep); no stream is read deeper than `depth`.
+
+        `weights`: how often a tag comes first among those of one author, 1 where it is not named.
+        """
         self._redis: Any = client
         self._keys = keys
         self._clock = clock
@@ -43,22 +48,25 @@ class SwarmReader:
         self._tags = tuple(tags)
         self._max_age = max_age
         self._depth = depth
+        self._weights: dict[str, float] = {str(tag): weight for tag, weight in (weights or {}).items()}
         self.seen: dict[str, int] = dict(seen or {})
         self._authors: list[tuple[str, str]] = []
         self._asked = -AUTHORS_FRESH_MS
 
-    def draw(self, random: Random, excluded: frozenset[str] = frozenset()) -> Entry | None:
+    def draw(self, random: Random) -> Entry | None:
         """One group nobody showed us before, or None when the swarm has none. Marks it seen."""
         now = self._clock.now()
         self._forget(now)
-        places = [place for place in self._places(now) if place[0] not in excluded]
+        places = self._places(now)
         authors = sorted({author for author, _ in places})
         while authors:
             author = authors.pop(random.randrange(len(authors)))
             # All tags of this author before another one's turn: else who has used-up tags would be drawn less often.
             tags = [tag for name, tag in places if name == author]
             while tags:
-                entry = self._newest_unseen(author, tags.pop(random.randrange(len(tags))), now)
+                (tag,) = random.choices(tags, [self._weights.get(tag, 1.0) for tag in tags])
+                tags.remove(tag)
+                entry = self._newest_unseen(author, tag, now)
                 if entry is not None:
                     self.seen[f"{entry.stream} {entry.id}"] = _time_of(entry.id)
                     return entry

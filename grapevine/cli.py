@@ -16,7 +16,7 @@ from common.guard import check_imports
 check_imports()  # before anything else is imported from a folder that may not be ours
 
 # ruff: noqa: E402
-from grapevine.commands import control, evaluate, join, results, run, setup, status
+from grapevine.commands import control, evaluate, experiment, join, results, run, setup, status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -28,6 +28,7 @@ start, look, take, machines, upkeep = "Start", "Look at it", "Take it along", "M
 app.command(rich_help_panel=start)(setup.init)
 app.command(rich_help_panel=start)(setup.doctor)
 app.command(rich_help_panel=start)(run.up)
+app.command(rich_help_panel=start)(experiment.experiment)
 app.command(rich_help_panel=look)(status.status)
 app.command(rich_help_panel=look)(results.report)
 app.command(rich_help_panel=look)(results.leaderboard)

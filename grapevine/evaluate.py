@@ -24,7 +24,8 @@ from common.ledger import Ledger
 from common.messages import ScoredGroup, Version
 from common.policies import PolicyStore
 from common.run import open_run
-from common.settings import STARTER_MODELS, NodeSettings, Settings, SettingsError, merged
+from common.sections import STARTER_MODELS, NodeSettings, UpdateSettings
+from common.settings import Settings, SettingsError, merged
 from grapevine.roles import make_engine, make_generator, make_trainer, make_verifier
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints
 from learners.evaluation import Evaluation, Plan
@@ -188,7 +189,8 @@ def _policy_of(own: RunNode | None, model: str, node: NodeSettings, folder: Path
         from grapevine.starter.model import starter_folder
 
         model = str(starter_folder(model))
-    make_trainer(model, node).save(folder)
+    # How the nodes would train it is nothing to this model: adapters, say, might name none of its layers.
+    make_trainer(model, node.model_copy(update={"update": UpdateSettings()})).save(folder)
     return store.publish(folder / WEIGHTS_FILE, Version(1, 0), model)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
+from common.adapters import Adapter, AdapterUnfit, adapted_layers, adapter_of, tensor_names
 from common.directory import Policy
 from common.messages import Version
 from common.policies import BadPolicy, fetch, sha256
@@ -79,8 +80,8 @@ def find_policy(settings: Settings, node: str, version: Version | None) -> Polic
 def export_model(settings: Settings, node: str, target: Path, version: Version | None = None) -> dict[str, Any]:
     """Write the policy of a node, the newest without `version`, as a model folder; says what was written.
 
-    Weights are float32, as the learner holds them. Raises SettingsError: an unknown node or version, a target that is not
-    empty, a base model that cannot be loaded.
+    Weights are float32, as the learner holds them; adapters are merged into those of the base model. Raises SettingsError:
+    an unknown node or version, a target that is not empty, a base model that cannot be loaded.
     """
     check_node(settings, node)
     target = target.absolute()
@@ -127,6 +128,13 @@ def _write_model(policy: Policy, weights: Path, folder: Path) -> None:
     except (OSError, ValueError) as error:
         raise SettingsError(f"the base model {policy.model} cannot be loaded: {' '.join(str(error).split())}") from None
     tensors = load_file(weights)
+    try:
+        adapter = adapter_of(weights)
+        if adapter is not None:
+            _merge(model, adapter, tensors)
+            tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    except AdapterUnfit as error:
+        raise SettingsError(f"policy {policy.version} does not fit its base model {policy.model}: {error}") from None
     # Tied tensors are one parameter with one name, here as in the policy's file; saving writes both ends again.
     parameters = dict(model.named_parameters())
     odd = sorted(tensors.keys() ^ parameters.keys()) or [n for n, p in parameters.items() if p.shape != tensors[n].shape]
@@ -137,6 +145,19 @@ def _write_model(policy: Policy, weights: Path, folder: Path) -> None:
             parameter.copy_(tensors[name])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _merge(model: Any, adapter: Adapter, tensors: dict[str, Any]) -> None:
+    """Add what the adapters stand for to the weights of the layers they adapt. Raises AdapterUnfit, with nothing changed."""
+    import torch
+
+    layers = {name: module.weight for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    names = adapted_layers(adapter, found, {name: tuple(weight.shape) for name, weight in layers.items()})
+    with torch.no_grad():
+        for name in names:
+            a, b = (tensors[tensor] for tensor in tensor_names(name))
+            layers[name] += adapter.scale * (b @ a)
 
 
 def _kept(settings: Settings, node: str) -> str:

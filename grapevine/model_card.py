@@ -13,6 +13,7 @@ import yaml
 
 from common.chat import SYSTEM_PROMPT
 from common.directory import Policy
+from common.sections import UpdateSettings
 from common.settings import Settings
 from learners.journal import read
 
@@ -22,7 +23,8 @@ def model_card(settings: Settings, node: str, policy: Policy) -> str:
     own = settings.for_node(node)
     update, sampling = own.update, own.sampling
     base, licence = _base(policy.model)
-    mix = "its own questions only" if own.mix.swarm == 0 else f"up to {own.mix.swarm} groups of other nodes"
+    most = own.mix.most if own.mix.swarm == "auto" else own.mix.swarm
+    mix = f"up to {most} groups of other nodes" if most else "its own questions only"
     tasks = own.tasks if isinstance(own.tasks, str) else ", ".join(_task_name(task) for task in own.tasks)
     front: dict[str, Any] = {
         "library_name": "transformers",
@@ -51,6 +53,7 @@ by grapevine.
 | Each round | {own.mix.own} groups of {own.group_size} completions of its own, {mix} (tags: {", ".join(own.mix.tags)}) |
 | Objective | {update.objective}, clip {update.clip_low:g} / {update.clip_high:g}, swarm correction {update.correction} |
 | Learning rate | {update.learning_rate:g} |
+| Trained | {_trained(update)} |
 | Sampling | temperature {sampling.temperature:g}, top-p {sampling.top_p:g}, up to {sampling.max_new_tokens} tokens |
 | Seed | {settings.seed} |
 | SHA-256 of the policy file | `{policy.checksum}` |
@@ -103,6 +106,15 @@ def _heldout(settings: Settings, node: str, policy: Policy) -> str:
     head = "| Task | Questions | Greedy | Sampled |\n|---|---|---|---|\n"
     note = f"Share of right answers, with 95 % intervals; {line['completions']} sampled completions per question."
     return head + "\n".join(rows) + f"\n\n{note}"
+
+
+def _trained(update: UpdateSettings) -> str:
+    lora = update.lora
+    if not lora.rank:
+        return "all weights"
+    return (
+        f"low-rank adapters, merged into the weights: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}"
+    )
 
 
 def _rate(part: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.sections import UpdateSettings
 from common.settings import SettingsError
 
 INDEX = "model.safetensors.index.json"
@@ -161,9 +162,15 @@ def size(facts: ModelFacts) -> str:
     return f"{millions / 1e3:.1f} billion" if millions >= 1000 else f"{millions:.1f} million"
 
 
-def bytes_to_train(facts: ModelFacts) -> int:
-    """Memory of a learner without activations: weights, gradient and the two moments of AdamW, four bytes each."""
-    return 16 * facts.parameters
+def bytes_to_train(facts: ModelFacts, update: UpdateSettings) -> int:
+    """Memory of a learner without activations: weights, gradient and the two moments of AdamW, four bytes each.
+
+    With adapters the base model's weights alone, next to which theirs are little; a divergence from the model that training
+    began with takes another copy of all weights.
+    """
+    if update.lora.rank:
+        return (2 if update.dtype == "bfloat16" else 4) * facts.parameters
+    return (20 if update.kl else 16) * facts.parameters
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -8,7 +8,8 @@ from common.directory import Directory
 from common.identity import Identity
 from common.ledger import Ledger
 from common.run import open_run
-from common.settings import NodeSettings, Settings, SettingsError
+from common.sections import NodeSettings
+from common.settings import Settings, SettingsError
 from common.worker import Loop, Worker
 from generators.engines.base import Engine
 from generators.generator import Generator
@@ -24,7 +25,8 @@ def make_engine(settings: Settings) -> Engine:
     """The engine that the settings ask for."""
     from generators.engines.transformers import TransformersEngine
 
-    return TransformersEngine(settings.generators.device, settings.generators.dtype)
+    pool = settings.generators
+    return TransformersEngine(pool.device, pool.dtype, pool.models_kept)
 
 
 def make_generator(name: str, settings: Settings, ledger: Ledger, directory: Directory, engine: Engine) -> Generator:

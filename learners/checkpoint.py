@@ -63,6 +63,8 @@ class Checkpoints:
     def __init__(self, folder: Path, kept: int = 2) -> None:
         self._folder = folder
         self._kept = kept
+        # The newest checkpoint of a round before this one stays, however many are newer: what a rollback goes back to.
+        self.spared_before = 0
         folder.mkdir(parents=True, exist_ok=True)
 
     def sweep(self) -> None:
@@ -88,8 +90,10 @@ class Checkpoints:
             raise
         os.replace(aside, final)
         _sync(self._folder)
+        spared = [folder for folder in self._all() if _round_of(folder) < self.spared_before][-1:]
         for old in self._all()[: -self._kept]:
-            shutil.rmtree(old)
+            if old not in spared:
+                shutil.rmtree(old)
         return final
 
     def amend(self, state: LearnerState) -> None:
@@ -118,6 +122,11 @@ class Checkpoints:
                 f"or begin the run anew with `grapevine up --fresh`"
             )
         return None
+
+    def before(self, round: int) -> Path | None:
+        """The newest whole checkpoint of an earlier round."""
+        earlier = [folder for folder in self._all() if _round_of(folder) < round]
+        return next((folder for folder in reversed(earlier) if self.fault(folder.name) is None), None)
 
     def damaged(self) -> list[str]:
         """The checkpoints newer than the newest whole one, by name."""
@@ -166,6 +175,10 @@ class Checkpoints:
 
     def _all(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if path.is_dir() and path.suffix != ".part")
+
+
+def _round_of(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
 
 
 def _write(folder: Path, state: LearnerState, tensors: Tensors) -> None:

@@ -21,7 +21,7 @@ from common.directory import Directory, Policy
 from common.identity import Identity
 from common.ledger import Ledger
 from common.messages import Order, Sampling, ScoredGroup
-from common.settings import NodeSettings
+from common.sections import NodeSettings
 from learners.orders import Account, AccountState
 from learners.scores import Answered, summarize
 

@@ -14,7 +14,7 @@ from common.directory import Directory, Policy
 from common.identity import Identity
 from common.ledger import Ledger
 from common.policies import PolicyStore
-from common.settings import NodeSettings
+from common.sections import NodeSettings
 from common.tasks import TaskSpec
 from learners.checkpoint import PendingEvaluation
 from learners.evaluation import Evaluation, Plan, Unanswered

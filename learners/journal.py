@@ -26,6 +26,7 @@ log = structlog.get_logger()
 
 FILES = ("rounds.jsonl", "timing.jsonl", "heldout.jsonl", "rollouts.jsonl")
 SMOOTH = 10
+RECENT = 64
 CURVE_POINTS = 24
 
 
@@ -49,28 +50,30 @@ class Journal:
         evaluations = read(folder / "heldout.jsonl")
         self.evaluated: set[int] = {line["round"] for line in evaluations}
         # One that an earlier release wrote has no interval.
-        self._heldout = next((line for line in reversed(evaluations) if "greedy" in line), None)
+        self.evaluations = [line for line in evaluations if "greedy" in line]
         rounds = read(folder / "rounds.jsonl")
         self._rewards = [line["own_reward"] for line in rounds]
-        self._last: dict[str, Any] = rounds[-1] if rounds else {}
+        # The newest last: what decisions about later rounds may look at.
+        self.recent: deque[dict[str, Any]] = deque(rounds, maxlen=RECENT)
         self._pace: deque[tuple[float, int]] = deque(maxlen=SMOOTH + 1)
 
     def round(self, record: dict[str, Any]) -> None:
         """One round's figures."""
         self._rewards.append(record["own_reward"])
-        self._last = record
+        self.recent.append(record)
         self._append("rounds.jsonl", record)
         self._pass_on("round", record)
 
     def timing(self, record: dict[str, Any]) -> None:
         """One round's seconds; `at` is when it ended."""
-        self._pace.append((record["at"], self._last.get("tokens_own", 0) + self._last.get("tokens_swarm", 0)))
+        last = self.recent[-1]
+        self._pace.append((record["at"], last.get("tokens_own", 0) + last.get("tokens_swarm", 0)))
         self._append("timing.jsonl", record)
 
     def heldout(self, record: dict[str, Any]) -> None:
         """One evaluation's result; `evaluated` holds the rounds that have one."""
         self.evaluated.add(record["round"])
-        self._heldout = record
+        self.evaluations.append(record)
         self._append("heldout.jsonl", record)
         self._pass_on("heldout", record)
 
@@ -95,7 +98,8 @@ class Journal:
 
     def facts(self) -> dict[str, Any]:
         """Where the node stands, for the status screen. Read only: the heartbeat's thread calls it."""
-        rewards, last, pace = list(self._rewards), self._last, list(self._pace)
+        rewards, pace = list(self._rewards), list(self._pace)
+        last = self.recent[-1] if self.recent else {}
         seconds = pace[-1][0] - pace[0][0] if len(pace) > 1 else 0.0
         return {
             "own_reward": fmean(rewards[-SMOOTH:]) if rewards else None,
@@ -111,9 +115,9 @@ class Journal:
         }
 
     def _heldout_facts(self) -> dict[str, Any] | None:
-        heldout = self._heldout
-        if heldout is None:
+        if not self.evaluations:
             return None
+        heldout = self.evaluations[-1]
         return {**{name: heldout[name] for name in ("round", "reward", "low", "high")}, "greedy": heldout["greedy"]["rate"]}
 
     def _append(self, name: str, record: dict[str, Any]) -> None:

@@ -26,14 +26,18 @@ from common.identity import Identity
 from common.ledger import Ledger
 from common.messages import Order, Sampling, SwarmGroup, Version
 from common.policies import PolicyStore
-from common.settings import NodeSettings, Settings, SettingsError
+from common.sections import NodeSettings
+from common.settings import Settings, SettingsError
 from common.shared_streams import SwarmReader
+from learners.auto_mix import decide
+from learners.capability import capabilities
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState, Tensors
 from learners.heldout import HeldOut
 from learners.journal import Journal, read
-from learners.mix import Sample, draw_swarm, own_samples, swarm_samples
+from learners.mix import OwnBatch, Sample, draw_swarm, own_batch, own_samples, swarm_samples, to_refill
 from learners.orders import Account, Arrived
 from learners.record import rollout_records, rollouts_due, round_record
+from learners.rollback import Restorable, Rollback
 from learners.sinks import open_sinks
 
 log = structlog.get_logger()
@@ -42,7 +46,7 @@ WAIT_MS = 500
 TEND_SECONDS = 1.0
 
 
-class Trainer(Tensors, Protocol):
+class Trainer(Tensors, Restorable, Protocol):
     """The part of a learner that holds a model."""
 
     def update(self, own: list[Sample], swarm: list[Sample]) -> dict[str, float]:
@@ -103,6 +107,8 @@ class Learner:
         self._incarnation = self._state.version.incarnation if again else self._checkpoints.raise_incarnation()
         sinks = open_sinks(settings, node, settings.run_folder, self._state.round)
         self._journal = Journal(folder, self._state.round, sinks)
+        rounds = read(folder / "rounds.jsonl")
+        self._rollback = Rollback(node, self._node.update.rollback_after, self._checkpoints, trainer, rounds)
         self._version = Version(self._incarnation, self._state.version.step)
         self._state = msgspec.structs.replace(self._state, version=self._version)
         self._store.pinned = {pending.policy.version for pending in self._state.evaluations}
@@ -120,6 +126,7 @@ class Learner:
             max_age,
             self._state.seen,
             settings.swarm.quota,
+            self._node.mix.weights,
         )
         self._heldout = HeldOut(
             self._node, self._tasks, settings.seed, ledger, directory, identity, self._incarnation,
@@ -147,16 +154,16 @@ class Learner:
                 return False
             time.sleep(0.05 if self._ledger.clock.unit == "ms" else 0)
             return True
-        ready = len(self._account.waiting) >= self._node.mix.own
+        ready = own_batch(self._fresh(), self._node) is not None
         lockstep = self._ledger.clock.unit == "round"
         self._account.poll(0 if ready or lockstep else WAIT_MS if not self._heldout.pending else 50)
         self._tend()
-        stale = self._stale()
-        if stale:
-            # They will not train: without this, a batch gone stale would take the place of the one the round waits for.
-            self._account.top_up(self._state.round, self._announcement(), self._limit() + len(stale))
-        own = self._take_own()
-        if len(own) >= self._node.mix.own:
+        # These will not train: without this, a batch gone stale would take the place of the one the round waits for.
+        in_the_way = len(self._stale()) + to_refill(self._fresh(), self._node)
+        if in_the_way:
+            self._account.top_up(self._state.round, self._announcement(), self._limit() + in_the_way)
+        own = own_batch(self._fresh(), self._node)
+        if own is not None:
             self._doing = "updates"
             self._round(own)
             self._doing = "waits for own groups"
@@ -233,11 +240,10 @@ class Learner:
 
     # --- one round ---
 
-    def _take_own(self) -> list[Arrived]:
-        """The oldest I groups in order number that are fresh enough."""
+    def _fresh(self) -> list[Arrived]:
+        """What has arrived and is new enough to train, in order number."""
         arrived = sorted(self._account.waiting.values(), key=lambda one: one.number)
-        fresh = [one for one in arrived if self._staleness(one) <= self._node.max_staleness]
-        return fresh[: self._node.mix.own]
+        return [one for one in arrived if self._staleness(one) <= self._node.max_staleness]
 
     def _stale(self) -> list[Arrived]:
         """What has arrived and is too old to train; the next round filters it."""
@@ -248,33 +254,45 @@ class Learner:
         oldest = min(completion.spans[0].version.step for completion in arrived.group.completions)
         return max(0, self._version.step - oldest)
 
-    def _round(self, own: list[Arrived]) -> None:
+    def _round(self, own: OwnBatch) -> None:
         node, started = self._node, time.monotonic()
         round = self._state.round + 1
         stale = self._stale()
-        drawn = self._draw(round)
-        missing = node.mix.swarm - len(drawn)
+        decision = decide(self._journal.recent, self._journal.evaluations, node.mix) if node.mix.swarm == "auto" else None
+        wanted = decision.swarm if decision else int(node.mix.swarm)
+        drawn = self._draw(round, wanted)
+        missing = wanted - len(drawn)
         if node.mix.fill and missing:
-            taken = {one.number for one in [*own, *stale]}
-            spare = [one for number, one in sorted(self._account.waiting.items()) if number not in taken]
-            own = own + spare[:missing]
+            taken = {one.number for one in own.groups}
+            spare = [one for one in self._fresh() if one.number not in taken][:missing]
+            own = OwnBatch(own.groups + spare, own.trained + spare)
         drawn_at = time.monotonic()
 
-        texts = [tasks.build(one.group.question).text for one in own]
-        own_batch = [s for one, text in zip(own, texts, strict=True) for s in own_samples(one.group, text, node)]
-        swarm_batch = [s for group in drawn for s in swarm_samples(group, node)]
+        texts = [tasks.build(one.group.question).text for one in own.groups]
+        trained = {one.number for one in own.trained}
+        own_samples_ = [
+            sample
+            for one, text in zip(own.groups, texts, strict=True)
+            if one.number in trained
+            for sample in own_samples(one.group, text, node)
+        ]
+        stronger = capabilities(self._journal.recent, node.mix.tags)
+        swarm_samples_ = [s for group in drawn for s in swarm_samples(group, node, stronger.get(group.author, 1.0))]
         trains = node.learner == "train"
-        figures = self._trainer.update(own_batch, swarm_batch) if trains else {}
+        figures = self._rollback.after(round, self._trainer.update(own_samples_, swarm_samples_)) if trains else {}
         updated_at = time.monotonic()
 
-        staleness = fmean(self._staleness(one) for one in own)
-        record = {**round_record(round, own, stale, texts, staleness, drawn, missing, node.reward), **figures}
+        staleness = fmean(self._staleness(one) for one in own.groups)
+        record = figures | round_record(round, own, stale, texts, staleness, drawn, missing, node.reward)
+        if decision is not None:
+            record["auto"] = decision.record()
         # The journal comes before the checkpoint: a resumed learner drops lines its checkpoint does not know.
         self._journal.round(record)
         if rollouts_due(round, node.rounds):
-            self._journal.rollouts(rollout_records(round, own, texts, drawn, node.reward))
+            self._journal.rollouts(rollout_records(round, own.groups, texts, drawn, node.reward))
         self._version = Version(self._incarnation, self._version.step + int(trains))
-        self._finish(round, [one.number for one in own], [one.number for one in stale], trains)
+        settled = [one.number for one in [*own.groups, *stale]]
+        self._finish(round, settled, trained=trained if trains else set())
         self._journal.timing(
             {
                 "round": round,
@@ -288,23 +306,23 @@ class Learner:
         self._waiting_since = time.monotonic()
         self._show(record, updated_at - drawn_at)
 
-    def _draw(self, round: int) -> list[SwarmGroup]:
-        """Up to J groups of others. Should the connection be lost half-way, none of them counts as seen."""
+    def _draw(self, round: int, wanted: int) -> list[SwarmGroup]:
+        """Up to `wanted` groups of others. Should the connection be lost half-way, none of them counts as seen."""
         random, seen = Random(f"{self._settings.seed} {self.name} draw {round}"), dict(self._swarm.seen)
-        lookup, wanted = self._directory.lookup, self._node.mix.swarm
         try:
-            return draw_swarm(self._swarm, self._ledger, lookup, self.name, wanted, random)
+            return draw_swarm(self._swarm, self._ledger, self._directory.lookup, self.name, wanted, random)
         except BaseException:
             self._swarm.seen = seen
             raise
 
-    def _finish(self, round: int, own: list[int], stale: list[int], trains: bool) -> None:
-        """Checkpoint, then one script: acknowledge, order anew, announce."""
-        settled = self._account.state.settled(trained=own if trains else [], filtered=stale if trains else own + stale)
+    def _finish(self, round: int, numbers: list[int], trained: set[int]) -> None:
+        """Checkpoint, then one script: acknowledge `numbers`, order anew, announce."""
+        filtered = [number for number in numbers if number not in trained]
+        settled = self._account.state.settled(trained=sorted(trained), filtered=filtered)
         self._state = msgspec.structs.replace(
             self._state, round=round, version=self._version, seen=dict(self._swarm.seen), evaluations=self._heldout.pending
         )
-        room = self._account.room(self._limit(), leaving=len(own) + len(stale))
+        room = self._account.room(self._limit(), leaving=len(numbers))
         self._state = msgspec.structs.replace(self._state, account=settled.extended(settled.next + room))
         durable = self._durable(round)
         if self._heldout.is_due(round):

@@ -14,10 +14,11 @@ from common import metrics
 from common.identity import KeyLookup, unseal
 from common.ledger import Entry, Ledger
 from common.messages import NewerSchema, Refused, ScoredGroup, SwarmGroup
-from common.settings import NodeSettings
+from common.sections import NodeSettings
 from common.shared_streams import SwarmReader
-from common.tasks import is_held_out
-from learners.advantages import group_advantages, rewards
+from common.tasks import Components, is_held_out
+from learners.advantages import group_advantages, is_informative, rewards
+from learners.orders import Arrived
 
 # A round is never held up by a swarm full of rubbish; what is left is refused in the rounds that follow.
 REFUSED_PER_ROUND = 200
@@ -27,7 +28,9 @@ REFUSED_PER_ROUND = 200
 class Sample:
     """One completion for the update. Own ones carry tokens as sampled, swarm ones text to be encoded again.
 
-    `token_ids` is little-endian int32 and `logprobs` little-endian float32 (nats), None for swarm samples.
+    `token_ids` is little-endian int32 and `logprobs` little-endian float32 (nats), None for swarm samples; `logprobs` is
+    None, too, where the sampler recorded none. `sender_logprob` is the whole completion's, in nats, as its sampler saw it:
+    None for own samples and where the sender gave none.
     """
 
     question: str
@@ -36,6 +39,50 @@ class Sample:
     advantage: float
     token_ids: bytes | None
     logprobs: bytes | None
+    foreign: bool = False
+    sender_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class OwnBatch:
+    """A round's own groups by order number. All of them count in its figures, `trained` alone enter the update."""
+
+    groups: list[Arrived]
+    trained: list[Arrived]
+
+    @property
+    def filtered(self) -> list[int]:
+        """The order numbers that the own filter leaves out."""
+        trained = {one.number for one in self.trained}
+        return [one.number for one in self.groups if one.number not in trained]
+
+
+def own_batch(arrived: list[Arrived], settings: NodeSettings) -> OwnBatch | None:
+    """The own groups that a round takes of those that arrived, oldest first; None while there are too few.
+
+    With `own_filter: refill` a round takes groups until I of them are informative, or `refill_most` times I in all.
+    """
+    mix = settings.mix
+    groups, trained = [], []
+    for one in arrived:
+        groups.append(one)
+        if mix.own_filter == "none" or is_informative(rewards(one.group.components, settings.reward)):
+            trained.append(one)
+        if mix.own_filter == "refill":
+            complete = len(trained) == mix.own or len(groups) == mix.own * mix.refill_most
+        else:
+            complete = len(groups) == mix.own
+        if complete:
+            return OwnBatch(groups, trained)
+    return None
+
+
+def to_refill(arrived: list[Arrived], settings: NodeSettings) -> int:
+    """How many groups to order in place of arrived ones that teach nothing."""
+    if settings.mix.own_filter != "refill":
+        return 0
+    useless = sum(not is_informative(rewards(one.group.components, settings.reward)) for one in arrived)
+    return min(useless, settings.mix.own * (settings.mix.refill_most - 1))
 
 
 def draw_swarm(
@@ -79,22 +126,30 @@ def _shard_of(entry: Entry, ledger: Ledger) -> int:
 
 def own_samples(group: ScoredGroup, question: str, settings: NodeSettings) -> list[Sample]:
     """Samples of an own group; a group without signal gives samples of advantage zero."""
-    advantages = group_advantages(rewards(group.components, settings.reward))
     return [
-        Sample(question, c.text, c.finish_reason == "stop", advantage, c.token_ids, c.logprobs)
-        for c, advantage in zip(group.completions, advantages, strict=True)
+        Sample(question, c.text, c.finish_reason == "stop", advantage, c.token_ids, c.logprobs or None)
+        for c, advantage in zip(group.completions, _advantages(group.components, settings), strict=True)
     ]
 
 
-def swarm_samples(group: SwarmGroup, settings: NodeSettings) -> list[Sample]:
-    """Samples of a foreign group. `successes` leaves out what did worse than its group's mean.
+def swarm_samples(group: SwarmGroup, settings: NodeSettings, capability: float = 1.0) -> list[Sample]:
+    """Samples of a foreign group; those whose advantage is zero are left out.
 
-    Pushing down text that one's own policy would hardly write teaches nothing; pulling up a right answer does.
+    `capability` is the author's beside our own (see `learners.capability`); HACPO multiplies foreign advantages by it
+    (arXiv 2603.02604), so that more is learned from the stronger. `successes` leaves out what did worse than its group's
+    mean: pushing down text that one's own policy would hardly write teaches nothing; pulling up a right answer does.
     """
-    advantages = group_advantages(rewards(group.components, settings.reward))
-    only_successes = settings.update.correction == "successes"
+    correction = settings.update.correction
+    factor = capability if correction == "hacpo" else 1.0
     return [
-        Sample(group.question_text, c.text, c.finish_reason == "stop", advantage, None, None)
-        for c, advantage in zip(group.completions, advantages, strict=True)
-        if advantage > 0 or (advantage < 0 and not only_successes)
-    ]
+        Sample(
+            group.question_text, c.text, c.finish_reason == "stop", factor * advantage, None, None,
+            foreign=True, sender_logprob=c.logprob,
+        )
+        for c, advantage in zip(group.completions, _advantages(group.components, settings), strict=True)
+        if advantage > 0 or (advantage < 0 and correction != "successes")
+    ]  # fmt: skip
+
+
+def _advantages(components: list[Components], settings: NodeSettings) -> list[float]:
+    return group_advantages(rewards(components, settings.reward), scaled=settings.update.objective != "dr_grpo")

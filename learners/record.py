@@ -9,9 +9,10 @@ from statistics import fmean
 from typing import Any
 
 from common.messages import SwarmGroup
-from common.settings import RewardSettings
-from learners.advantages import rewards
+from common.sections import RewardSettings
+from learners.advantages import is_informative, rewards
 from learners.journal import question_mark
+from learners.mix import OwnBatch
 from learners.orders import Arrived
 
 ROLLOUTS_EVERY = 10
@@ -20,7 +21,7 @@ CHARACTERS = 2000
 
 def round_record(
     round: int,
-    own: list[Arrived],
+    batch: OwnBatch,
     stale: list[Arrived],
     texts: list[str],
     staleness: float,
@@ -30,8 +31,10 @@ def round_record(
 ) -> dict[str, Any]:
     """A line of `rounds.jsonl`. `own_reward` is the mean over all own groups of the round, before any filter.
 
-    `texts` are the questions of `own`; rewards are the node's own, of swarm groups too.
+    Groups that the own filter leaves out of the update count in all figures, tokens included. `texts` are the questions of
+    the own groups; rewards are the node's own, of swarm groups too.
     """
+    own = batch.groups
     own_rewards = [fmean(rewards(one.group.components, weights)) for one in own]
     return {
         "round": round,
@@ -39,6 +42,8 @@ def round_record(
         "own_group_rewards": own_rewards,
         "own_ids": [one.number for one in own],
         "stale_ids": [one.number for one in stale],
+        "filtered_ids": batch.filtered,
+        "informative_share": fmean(is_informative(rewards(one.group.components, weights)) for one in own),
         "own_tags": [one.group.tag for one in own],
         "own_tasks": [one.group.question.task for one in own],
         "questions": [question_mark(text) for text in texts],

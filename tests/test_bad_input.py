@@ -75,7 +75,7 @@ def sentence(said: tuple[int | str | None, str], code: int = 2) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["node.mix.tags=[]"], ["setting node.mix.tags names no tag", "node.mix.swarm asks for 4", "set node.mix.swarm=0"]),
+        (["node.mix.tags=[]"], ["setting node.mix.tags names no tag", "node.mix.swarm asks for 8", "set node.mix.swarm=0"]),
         (["node.learner=none", "node.share.fraction=0"], ["node.learner is none and node.share.fraction is 0"]),
         (
             ["nodes={a: {learner: none}, b: null}", "node.share.tags=[]"],

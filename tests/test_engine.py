@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from common.messages import Completion, Sampling, Version
-from common.settings import NodeSettings
+from common.sections import NodeSettings
 from generators.engines.base import PolicyUnusable, Request
 from generators.engines.transformers import TransformersEngine
 from learners.mix import Sample
@@ -85,7 +85,7 @@ def test_the_end_token_is_recorded_and_lengths_are_capped(engine: TransformersEn
     completions = [c for group in groups for c in group]
     reasons = {c.finish_reason for c in completions}
     assert reasons == {"stop", "length"}, "the tiny model both stops and runs on"
-    end = engine._tokenizer.eos_token_id
+    end = engine._in_use.tokenizer.eos_token_id
     for c in completions:
         ids = np.frombuffer(c.token_ids, "<i4")
         assert len(ids) == c.tokens <= 40
@@ -165,3 +165,22 @@ def test_a_new_policy_is_sampled_from(tmp_path: Path, tied: bool) -> None:
         assert sample.sampled is not None
         np.testing.assert_allclose(logprobs[row][mask[row].bool()].detach().numpy(), sample.sampled, atol=1e-4)
     assert [c.logprobs for c in renewed[0]] != [c.logprobs for c in groups[0]]
+
+
+def test_models_kept_are_taken_up_again_as_they_were(tiny_model: Path, tmp_path: Path) -> None:
+    """Two nodes with models of their own take turns: what one's policy made of its model is there when its turn comes."""
+    other = make_tiny_model(tmp_path / "other", tied=False)
+    engine = TransformersEngine("cpu", models_kept=2)
+    for folder, shift in ((tiny_model, 0.1), (other, 0.2)):
+        engine.open_model(str(folder))
+        weights = {name: p.detach() + shift for name, p in engine._in_use.model.named_parameters()}
+        save_file(weights, tmp_path / "policy.safetensors")
+        engine.load_policy(tmp_path / "policy.safetensors", Version(1, 1))
+    answers = {}
+    for folder in (other, tiny_model, other, tiny_model):
+        engine.open_model(str(folder))
+        groups = [[c.token_ids for c in group] for group in engine.generate([request(3)])]
+        assert answers.setdefault(folder, groups) == groups
+    assert len(engine._opened) == 2
+    engine.open_model(str(make_tiny_model(tmp_path / "third", tied=False)))
+    assert list(engine._opened) == [str(tiny_model), str(tmp_path / "third")], "the one used least lately goes"

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from common.messages import Version
 from common.policies import PolicyStore
-from common.settings import NodeSettings, Settings, SettingsError
+from common.sections import NodeSettings
+from common.settings import Settings, SettingsError
 from grapevine.cli import main
 from grapevine.export import export_model, find_policy, run_settings
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState

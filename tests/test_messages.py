@@ -76,12 +76,13 @@ def completions(draw: Any) -> Completion:
     tokens = draw(st.integers(1, 9))
     cut = draw(st.integers(0, tokens - 1))
     edges = sorted({0, cut, tokens})
+    known = draw(st.booleans())
     return Completion(
         text=draw(texts),
         token_ids=struct.pack(f"<{tokens}i", *draw(st.lists(st.integers(0, 2**31 - 1), min_size=tokens, max_size=tokens))),
-        logprobs=struct.pack(f"<{tokens}f", *draw(st.lists(logprobs, min_size=tokens, max_size=tokens))),
+        logprobs=struct.pack(f"<{tokens}f", *draw(st.lists(logprobs, min_size=tokens, max_size=tokens))) if known else b"",
         tokens=tokens,
-        logprob=draw(logprobs),
+        logprob=draw(logprobs) if known else None,
         finish_reason=draw(finishes),
         spans=[Span(a, b, draw(versions)) for a, b in pairwise(edges)],
     )
@@ -111,7 +112,7 @@ def scored_groups(draw: Any) -> ScoredGroup:
 
 @st.composite
 def swarm_groups(draw: Any) -> SwarmGroup:
-    shared = st.builds(SharedCompletion, text=texts, tokens=counts, logprob=logprobs, finish_reason=finishes)
+    shared = st.builds(SharedCompletion, text=texts, tokens=counts, logprob=st.none() | logprobs, finish_reason=finishes)
     group = draw(st.lists(shared, min_size=1, max_size=3))
     return SwarmGroup(
         order_id=f"a/{draw(counts) % 10**9}",

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from common.settings import OwnTaskSettings, Settings
+from common.sections import OwnTaskSettings
+from common.settings import Settings
 from grapevine.setup.reference import reference
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"

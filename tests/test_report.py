@@ -133,7 +133,7 @@ def test_the_page_says_what_the_run_came_to(runs: Path, page: str) -> None:
     for words in (
         "swarm complete: 30 rounds", f"{facts['own_reward_last10']:.3f}", f"± {facts['own_reward_last10_se']:.3f}",
         "job nightly", "99.0 %", "12 raw bad signature", "generator-1 restart -9", "fraction_simplification",
-        "node.mix.own 8 4", "✓ right", "✗ wrong", "node-0 learned it from", "0 lost, 0 trained twice",
+        "node.mix.swarm 4 8", "✓ right", "✗ wrong", "node-0 learned it from", "0 lost, 0 trained twice",
     ):  # fmt: skip
         assert words in text, words
 
@@ -352,7 +352,7 @@ def test_the_leaderboard_is_in_order_of_the_sampled_rate(runs: Path) -> None:
 def test_only_what_differs_from_the_defaults_is_named(runs: Path) -> None:
     changed = {key: (value, default) for key, value, default in from_defaults(read_run(runs / "silo"))}
     assert changed == {
-        "node.rounds": ("30", "200"), "node.mix.own": ("8", "4"), "node.mix.swarm": ("0", "4"),
+        "node.rounds": ("30", "200"), "node.mix.swarm": ("0", "8"),
         "node.update.learning_rate": ("0.0005", "1e-06"),
     }  # fmt: skip
     assert between([read_run(runs / "swarm"), read_run(runs / "silo")]) == [

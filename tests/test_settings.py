@@ -13,7 +13,8 @@ import pytest
 import structlog
 import yaml
 
-from common.settings import NodeSettings, Settings, SettingsError, load
+from common.sections import NodeSettings
+from common.settings import Settings, SettingsError, load
 from grapevine.cli import main
 from grapevine.running.supervisor import Supervisor
 from grapevine.server import EmbeddedServer
@@ -118,7 +119,7 @@ def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
 def test_a_flag_for_one_of_a_number_of_nodes_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path, {"nodes": 2})
     settings = load(path, ["nodes.node-1.mix.own=3"])
-    assert [settings.for_node(name).mix.own for name in settings.node_names()] == [4, 3]
+    assert [settings.for_node(name).mix.own for name in settings.node_names()] == [8, 3]
     with pytest.raises(SettingsError, match=r"nodes\.node-7: nodes is 2, that is node-0, node-1"):
         load(path, ["nodes.node-7.mix.own=3"])
     assert load(None, ["nodes={a: null}", "nodes.b.rounds=3"]).node_names() == ["a", "b"], "these are listed by name"
@@ -161,7 +162,10 @@ def test_yaml_that_cannot_be_meant(tmp_path: Path, text: str, words: str) -> Non
         ({"node": {"mix": {"own": 0}}}, "setting node.mix.own: input should be greater than or equal to 1 (got 0)"),
         ({"node": {"rounds": "many"}}, "setting node.rounds: input should be a valid integer"),
         ({"nodes": {"a": {"rounds": "many"}}}, "setting nodes.a.rounds: input should be a valid integer"),
-        ({"node": {"update": {"objective": "ppo"}}}, "setting node.update.objective: input should be 'grpo' (got 'ppo')"),
+        (
+            {"node": {"update": {"objective": "ppo"}}},
+            "setting node.update.objective: input should be 'grpo', 'dr_grpo', 'gspo' or 'cispo' (got 'ppo')",
+        ),
         ({"node": 5}, "setting node: input should be a valid dictionary"),
         ({"nodes": "x"}, "setting nodes: a number of nodes, or a name with settings per node (got 'x')"),
         ({"nodes": 0}, "setting nodes: a run needs at least one node (got 0)"),

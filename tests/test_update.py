@@ -1,8 +1,9 @@
-"""The update: its objective against an independent computation, its gradients, its samples, its state on disk."""
+"""The update: its gradients against the loss written out, its samples, its steps, its state on disk."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -10,109 +11,21 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
 from torch import Tensor
 
 from common.messages import Completion, ScoredGroup, SharedCompletion, Span, SwarmGroup, Version
-from common.settings import NodeSettings, RewardSettings
+from common.sections import NodeSettings, RewardSettings, UpdateSettings
 from common.tasks import Components, Question
 from learners.advantages import SPREAD_FLOOR, group_advantages, rewards
+from learners.checkpoint import WEIGHTS_FILE
 from learners.mix import Sample, own_samples, swarm_samples
-from learners.objectives import grpo, truncated_importance
-from learners.update import OPTIMIZER_FILE, Encoded, PolicyTrainer
-
-Floats = NDArray[np.float64]
+from learners.objectives import OBJECTIVES, hacpo, luffy
+from learners.schedule import learning_rate
+from learners.update import BETAS, OPTIMIZER_FILE, Encoded, PolicyTrainer
 
 QUESTIONS = ("How many 1 bits are there in 9?", "2", "Simplify the fraction 8/12 to its lowest terms.")
 ANSWERS = ("<answer>7</answer>", "1", "Let me see: 12, 14 and 5. <answer>2/3</answer>", "<answer>0", "no")
-
-
-# --- the objective ---
-
-
-def by_hand(
-    new: Floats, old: Floats, advantages: Floats, mask: Floats, weights: Floats, low: float, high: float
-) -> tuple[float, Floats]:
-    """The loss and its gradient with respect to the new log-probabilities, token by token.
-
-    The gradient of `ratio * advantage` is itself; where the clipped value is the smaller one there is none.
-    """
-    loss, gradient = 0.0, np.zeros_like(new)
-    for row, column in np.ndindex(new.shape):
-        ratio = math.exp(new[row, column] - old[row, column])
-        plain = ratio * advantages[row]
-        clipped = min(max(ratio, 1 - low), 1 + high) * advantages[row]
-        share = weights[row, column] * mask[row, column]
-        loss -= min(plain, clipped) * share
-        if plain <= clipped:
-            gradient[row, column] = -plain * share
-    return loss, gradient
-
-
-@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0])
-def test_grpo_agrees_with_numpy(spread: float) -> None:
-    chance = np.random.default_rng(0)
-    old = -chance.exponential(size=(5, 7))
-    new = old + spread * chance.normal(size=old.shape)
-    advantages = chance.normal(size=5)
-    advantages[2] = 0.0
-    mask = (chance.random(old.shape) < 0.8).astype(float)
-    weights = chance.uniform(0.2, 2.0, size=old.shape)
-    logprobs = torch.tensor(new, requires_grad=True)
-    loss = grpo(logprobs, *(torch.tensor(a) for a in (old, advantages, mask, weights)), clip_low=0.2, clip_high=0.28)
-    loss.backward()  # type: ignore[no-untyped-call]
-    expected, gradient = by_hand(new, old, advantages, mask, weights, 0.2, 0.28)
-    assert loss.item() == pytest.approx(expected, abs=1e-5)
-    assert logprobs.grad is not None
-    np.testing.assert_allclose(logprobs.grad.numpy(), gradient, atol=1e-5)
-
-
-def test_grpo_gradient_by_finite_differences() -> None:
-    chance = np.random.default_rng(1)
-    old = -chance.exponential(size=(3, 4))
-    new = old + 0.05 * chance.normal(size=old.shape)
-    rest = [torch.tensor(a) for a in (old, chance.normal(size=3), np.ones_like(old), np.ones_like(old))]
-
-    def loss_at(values: Floats) -> float:
-        return grpo(torch.tensor(values), *rest, clip_low=0.2, clip_high=0.28).item()
-
-    logprobs = torch.tensor(new, requires_grad=True)
-    grpo(logprobs, *rest, clip_low=0.2, clip_high=0.28).backward()  # type: ignore[no-untyped-call]
-    assert logprobs.grad is not None
-    for place in np.ndindex(new.shape):
-        step = np.zeros_like(new)
-        step[place] = 1e-6
-        slope = (loss_at(new + step) - loss_at(new - step)) / 2e-6
-        assert logprobs.grad[place].item() == pytest.approx(slope, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "value", "moves"),
-    [
-        (1.0, 1.0, 1.0, True),
-        (1.27, 1.0, 1.27, True),
-        (1.5, 1.0, 1.28, False),  # far enough up: no further reward
-        (0.5, 1.0, 0.5, True),  # below what it was: still pulled up
-        (0.81, -1.0, -0.81, True),
-        (0.5, -1.0, -0.8, False),  # far enough down
-        (1.5, -1.0, -1.5, True),  # above what it was: still pushed down
-    ],
-)
-def test_clipping_on_both_sides(ratio: float, advantage: float, value: float, moves: bool) -> None:
-    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, 1, dtype=torch.float64)
-    loss = grpo(logprobs, 0 * one, advantage * one[0], one, one, clip_low=0.2, clip_high=0.28)
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert loss.item() == pytest.approx(-value)
-    assert logprobs.grad is not None
-    assert (logprobs.grad.abs().item() > 0) == moves
-
-
-def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
-    old = torch.log(torch.tensor([[0.5, 0.5, 0.9]])).requires_grad_()
-    sampled = torch.log(torch.tensor([[0.5, 0.8, 0.1]]))
-    weights = truncated_importance(old, sampled, cap=2.0)
-    np.testing.assert_allclose(weights.numpy(), [[1.0, 0.625, 2.0]], atol=1e-6)
-    assert not weights.requires_grad
 
 
 # --- advantages and samples ---
@@ -149,7 +62,7 @@ def foreign_group(accuracies: list[float]) -> SwarmGroup:
 
 def test_successes_leaves_out_what_did_worse() -> None:
     group = foreign_group([1.0, 0.0, 0.0, 1.0])
-    plain = swarm_samples(group, NodeSettings())
+    plain = swarm_samples(group, NodeSettings.model_validate({"update": {"correction": "none"}}))
     only = swarm_samples(group, NodeSettings.model_validate({"update": {"correction": "successes"}}))
     assert [sample.advantage > 0 for sample in plain] == [True, False, False, True]
     assert only == [sample for sample in plain if sample.advantage > 0]
@@ -266,10 +179,10 @@ def test_the_end_token_carries_gradient(tiny_model: Path) -> None:
 
 
 def test_the_batch_changes_nothing(tiny_model: Path) -> None:
-    one, many = (trainer_for(tiny_model, learning_rate=0.0, minibatch_tokens=limit) for limit in (10**6, 1))
+    one, many = (trainer_for(tiny_model, learning_rate=0.0, microbatch_tokens=limit) for limit in (10**6, 1))
     encoded = [one._encode(sample) for sample in own_batch(one)]
-    assert len(list(one._minibatches(encoded))) == 1
-    assert len(list(many._minibatches(encoded))) == len(encoded)
+    assert len(one.logprobs.micro_batches(encoded, 10**6)) < 3
+    assert len(many.logprobs.micro_batches(encoded, 1)) == len(encoded)
     alone = [measured(one, [sample])[0] for sample in encoded]
     for together, single in zip(measured(one, encoded), alone, strict=True):
         np.testing.assert_allclose(together, single, atol=1e-5)
@@ -282,10 +195,10 @@ def test_the_batch_changes_nothing(tiny_model: Path) -> None:
         np.testing.assert_allclose(first[name].numpy(), second[name].numpy(), atol=1e-5)
 
 
-def test_minibatches_keep_the_budget(tiny_model: Path) -> None:
-    trainer = trainer_for(tiny_model, minibatch_tokens=120)
+def test_micro_batches_keep_the_budget(tiny_model: Path) -> None:
+    trainer = trainer_for(tiny_model)
     encoded = [trainer._encode(sample) for sample in swarm_batch()]
-    batches = list(trainer._minibatches(encoded))
+    batches = trainer.logprobs.micro_batches(encoded, 120)
     assert sorted(map(id, encoded)) == sorted(id(sample) for batch in batches for sample in batch)
     assert all(len(batch) == 1 or len(batch) * max(map(len, batch)) <= 120 for batch in batches)
 
@@ -376,6 +289,212 @@ def test_gradients_are_cut_to_the_norm(tiny_model: Path) -> None:
     norm = math.sqrt(sum(gradient.pow(2).sum().item() for gradient in gradients(trainer).values()))
     assert figures["grad_norm"] > 0.01
     assert norm == pytest.approx(0.01, rel=1e-3)
+
+
+def test_an_exploding_gradient_leaves_weights_and_optimizer_alone(tiny_model: Path, tmp_path: Path) -> None:
+    trainer = trainer_for(tiny_model)
+    trainer.update([], swarm_batch())
+    for folder in ("before", "after"):
+        (tmp_path / folder).mkdir()
+    trainer.save(tmp_path / "before")
+    trainer._settings = trainer_for(tiny_model, skip_grad_norm=1e-4)._settings
+    figures = trainer.update([], swarm_batch())
+    assert (figures["skipped"], figures["steps"], figures["loss"], figures["grad_norm"]) == (1, 0, 0, 0)
+    assert gradients(trainer) == {}
+    trainer.save(tmp_path / "after")
+    for name in (WEIGHTS_FILE, OPTIMIZER_FILE):
+        kept, found = (load_file(tmp_path / folder / name) for folder in ("before", "after"))
+        assert_same(kept, found)
+
+
+def test_a_skipped_step_does_not_end_its_round(tiny_model: Path) -> None:
+    trainer = trainer_for(tiny_model, minibatches=3, max_grad_norm=1.0)
+    poisoned = [*swarm_batch(), Sample(QUESTIONS[0], "7", True, math.nan, None, None)]
+    figures = trainer.update([], poisoned)
+    assert (figures["skipped"], figures["steps"]) == (1, 2)
+    assert all(math.isfinite(value) for value in figures.values())
+    assert all(torch.isfinite(parameter).all() for parameter in weights(trainer).values())
+
+
+@pytest.mark.parametrize("objective", ["grpo", "gspo"])
+def test_epochs_and_minibatches_are_the_loop_written_out(tiny_model: Path, objective: str) -> None:
+    """Ratios to the start of the round, each step a mean over its own minibatch, the optimizer's state going on."""
+    chosen = {"objective": objective, "importance_cap": 1.2, "max_grad_norm": 0.5}
+    trainer = trainer_for(tiny_model, epochs=2, minibatches=3, microbatch_tokens=100, **chosen)
+    plain = trainer_for(tiny_model)
+    own, swarm = own_batch(trainer)[:7], swarm_batch()[4:8]
+    optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-3, betas=BETAS, weight_decay=0.0)
+
+    def alone(sample: Encoded) -> Tensor:
+        ids = torch.tensor([sample.prompt + sample.completion])
+        spread = torch.log_softmax(plain.model(input_ids=ids).logits[0], dim=-1)[len(sample.prompt) - 1 : -1]
+        return spread.gather(1, torch.tensor(sample.completion).unsqueeze(1)).squeeze(1)
+
+    losses = []
+    for _ in range(2):  # rounds
+        encoded = [trainer._encode(sample) for sample in [*own, *swarm]]
+        steps = trainer._steps(encoded)
+        assert len(steps) == 6
+        for epoch in (steps[:3], steps[3:]):
+            assert sorted(id(sample) for step in epoch for sample in step) == sorted(map(id, encoded))
+        with torch.no_grad():
+            old = {sample: alone(sample) for sample in encoded}
+        expected = []
+        for step in steps:
+            total = torch.zeros(())
+            tokens = sum(len(sample.completion) for sample in step)
+            for sample in step:
+                ratio = torch.exp(alone(sample) - old[sample])
+                if objective == "gspo":
+                    ratio = torch.exp((alone(sample) - old[sample]).mean()).expand(len(sample.completion))
+                gain = torch.minimum(ratio * sample.advantage, ratio.clamp(0.8, 1.28) * sample.advantage)
+                if sample.sampled is not None:
+                    gain = gain * torch.exp(old[sample] - torch.tensor(sample.sampled)).clamp(max=1.2)
+                total = total - (gain.mean() / len(step) if objective == "gspo" else gain.sum() / tokens)
+            optimizer.zero_grad()
+            total.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.5)
+            optimizer.step()
+            expected.append(total.item())
+        # `_steps` above did not count as an update: the trainer splits the same way.
+        real = trainer._encode
+        waiting = iter(encoded)
+        trainer._encode = lambda *_, waiting=waiting: next(waiting)  # type: ignore[method-assign]
+        losses.append((trainer.update(own, swarm)["loss"], float(np.mean(expected))))
+        trainer._encode = real  # type: ignore[method-assign]
+    for ours, theirs in losses:
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    for name, parameter in weights(plain).items():
+        # Adam makes a step of full length of a gradient near 0, so single numbers may differ more than its rounding.
+        apart = (weights(trainer)[name] - parameter).abs()
+        assert apart.mean() < 1e-6, name
+        assert apart.max() < 3e-4, name
+
+
+def test_minibatches_go_on_after_a_resume(tiny_model: Path, tmp_path: Path) -> None:
+    update = {"epochs": 2, "minibatches": 4, "warmup_rounds": 4, "schedule": "cosine", "kl": 0.05}
+    through = trainer_for(tiny_model, **update)
+    through.update([], swarm_batch())
+    through.save(tmp_path)
+    resumed = trainer_for(tiny_model, **update)
+    resumed.load(tmp_path)
+    figures = [trainer.update([], swarm_batch()[3:]) for trainer in (through, resumed)]
+    assert figures[0] == figures[1]
+    assert_same(weights(through), weights(resumed))
+    other = trainer_for(tiny_model, **update)
+    other.load(tmp_path)
+    other._updates += 1
+    assert other.update([], swarm_batch()[3:])["loss"] != figures[0]["loss"], "another round, another split"
+
+
+def test_one_step_needs_no_second_pass(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = trainer_for(tiny_model), trainer_for(tiny_model, epochs=2)
+    calls: list[str] = []
+    for trainer, name in ((one, "one"), (two, "two")):
+        real = trainer._measure
+        monkeypatch.setattr(trainer, "_measure", lambda *a, real=real, name=name: (calls.append(name), real(*a))[1])
+        trainer.update([], swarm_batch())
+    assert calls == ["two"]
+
+
+def foreign_rows() -> list[Sample]:
+    """Foreign completions: with what the sender says of them, and one without."""
+    return [
+        Sample(s.question, s.text, s.finished, s.advantage, None, None, True, None if row == 2 else -1.5 * (row + 1))
+        for row, s in enumerate(swarm_batch()[:6])
+    ]
+
+
+@pytest.mark.parametrize("correction", ["none", "successes", "hacpo", "luffy"])
+@pytest.mark.parametrize("power", [0.0, 0.5])
+def test_what_others_wrote_gets_its_correction_and_own_rows_do_not(tiny_model: Path, correction: str, power: float) -> None:
+    trainer = trainer_for(tiny_model, learning_rate=0.0, correction=correction, likelihood_weight=power)
+    own, foreign = swarm_batch()[6:10], foreign_rows()
+    trainer.update(own, foreign)
+    found = gradients(trainer)
+    trainer.model.zero_grad(set_to_none=True)
+    encoded = [trainer._encode(sample) for sample in [*own, *foreign]]
+    tokens = sum(len(sample.completion) for sample in encoded)
+    total = torch.zeros(())
+    for sample in encoded:
+        logprobs, mask = trainer.logprobs([sample])
+        old, advantages = logprobs.detach(), torch.tensor([sample.advantage])
+        if not sample.foreign or correction in ("none", "successes"):
+            losses = OBJECTIVES["grpo"](logprobs, old, advantages, mask, 0.2, 0.28)
+        elif correction == "hacpo":
+            told = torch.tensor([math.nan if sample.sender is None else sample.sender])
+            losses = hacpo(logprobs, old, advantages, mask, told)
+        else:
+            losses = luffy(logprobs, advantages, mask)
+        weight = math.exp(power * old.mean().item()) if sample.foreign else 1.0
+        total = total + weight * losses.sum() / tokens
+    total.backward()  # type: ignore[no-untyped-call]
+    for name, gradient in gradients(trainer).items():
+        np.testing.assert_allclose(found[name], gradient, atol=1e-5)
+
+
+def test_the_losss_own_method_is_what_a_step_minimises(tiny_model: Path) -> None:
+    trainer = trainer_for(tiny_model, learning_rate=0.0)
+    own = own_batch(trainer)
+    figures = trainer.update(own, [])
+    found = gradients(trainer)
+    trainer.model.zero_grad(set_to_none=True)
+    loss = trainer.loss([trainer._encode(sample) for sample in own])
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == pytest.approx(figures["loss"], abs=1e-6)
+    for name, gradient in gradients(trainer).items():
+        np.testing.assert_allclose(found[name], gradient, atol=1e-6)
+
+
+def test_a_cut_text_keeps_no_word_of_its_sender(tiny_model: Path) -> None:
+    trainer = trainer_for(tiny_model)
+    long = Sample(QUESTIONS[0], "12 " * 100, True, 1.0, None, None, True, -5.0)
+    assert len(trainer._encode(long).completion) == 64
+    assert trainer._encode(long).sender is None
+    assert trainer._encode(replace(long, text="12")).sender == -5.0
+
+
+def test_a_silent_sample_is_held_near_the_base_where_that_is_wanted(tiny_model: Path) -> None:
+    trainer = trainer_for(tiny_model, kl=0.5, learning_rate=3e-3)
+    trainer.update([], swarm_batch())
+    silent = [Sample(s.question, s.text, s.finished, 0.0, None, None) for s in swarm_batch()]
+    apart = [trainer.update([], silent)["kl"] for _ in range(12)]
+    assert apart[0] > 1e-4
+    assert apart[-1] < 0.7 * apart[0]
+
+
+# --- the learning rate ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounds", "expected"),
+    [
+        ({}, 4, [1, 1, 1, 1]),
+        ({"warmup_rounds": 4}, 6, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ({"schedule": "linear"}, 4, [1, 0.7, 0.4, 0.1]),
+        ({"schedule": "linear", "warmup_rounds": 2}, 5, [0.5, 1, 0.7, 0.4, 0.1]),
+        ({"schedule": "cosine"}, 5, [1, 0.1 + 0.9 * (2 + 2**0.5) / 4, 0.55, 0.1 + 0.9 * (2 - 2**0.5) / 4, 0.1]),
+        ({"schedule": "cosine"}, 1, [1]),
+        ({"warmup_rounds": 9}, 3, [1 / 9, 2 / 9, 3 / 9]),
+    ],
+)
+def test_the_learning_rate_by_rounds(settings: dict[str, object], rounds: int, expected: list[float]) -> None:
+    update = UpdateSettings.model_validate({"learning_rate": 1.0, **settings})
+    assert [learning_rate(update, round, rounds) for round in range(1, rounds + 1)] == pytest.approx(expected)
+
+
+def test_the_learning_rate_is_told_and_goes_on_after_a_resume(tiny_model: Path, tmp_path: Path) -> None:
+    trainer = trainer_for(tiny_model, warmup_rounds=10)
+    told = [trainer.update([], swarm_batch()[:3])["learning_rate"] for _ in range(3)]
+    assert told == pytest.approx([1e-4, 2e-4, 3e-4])
+    trainer.save(tmp_path)
+    resumed = trainer_for(tiny_model, warmup_rounds=10)
+    resumed.load(tmp_path)
+    assert resumed.update([], swarm_batch()[:3])["learning_rate"] == pytest.approx(4e-4)
+    trainer.roll_back(tmp_path)
+    trainer.update([], swarm_batch()[:3])
+    trainer.roll_back(tmp_path)
+    assert trainer.update([], swarm_batch()[:3])["learning_rate"] == pytest.approx(5e-4), "a rollback turns no round back"
 
 
 def test_tokens_the_model_does_not_know_are_left_out(tiny_model: Path) -> None:

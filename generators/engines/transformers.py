@@ -2,7 +2,7 @@
 
 Guarantees: each completion depends on its question, the policy and its request's seed, not on what else is in the batch;
 every token's log-probability is recorded as sampled, the end-of-sequence token's included; a prompt shared by a group is
-computed once; weights are taken all or none.
+computed once; weights are taken all or none; a policy of adapters leaves the weights of its base model as they are.
 """
 
 from __future__ import annotations
@@ -12,73 +12,58 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
-from common.chat import decode, load_tokenizer, prompt_ids, stop_ids
+from common.chat import decode, prompt_ids
 from common.messages import Completion, Sampling, Span, Version
-from generators.engines.base import PolicyUnusable, Request
+from generators.engines.base import Request
+from generators.engines.opened import OpenedModel
 
 
 class TransformersEngine:
-    """One model in memory. Not thread-safe."""
+    """Models in memory, one of them in use. Not thread-safe."""
 
-    def __init__(self, device: str = "auto", dtype: str = "float32") -> None:
+    def __init__(self, device: str = "auto", dtype: str = "float32", models_kept: int = 1) -> None:
+        """`models_kept`: how many models stay in memory, those used last; more spare loading when nodes differ in model."""
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
         self._dtype = getattr(torch, dtype)
-        self._name: str | None = None
-        self._model: Any = None
-        self._tokenizer: Any = None
-        self._stops: set[int] = set()
+        self._kept = models_kept
+        self._opened: dict[str, OpenedModel] = {}
         self._version = Version(0, 0)
 
     def open_model(self, model: str) -> None:
-        """Load a hub id or folder; nothing happens when it is open already.
+        """Load a hub id or folder; one that is in memory still is only taken up again.
 
-        Raises PolicyUnusable when it cannot be loaded here; the model opened before is still whole then.
+        Raises PolicyUnusable when it cannot be loaded here; the model in use before is in use still.
         """
-        if model == self._name:
-            return
-        try:
-            tokenizer = load_tokenizer(model)
-            loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            reason = " ".join(str(error).split())
-            raise PolicyUnusable(f"the model {model} cannot be loaded here: {reason}") from error
-        self._tokenizer, self._model = tokenizer, loaded.to(self._device).eval()
-        self._stops = stop_ids(self._tokenizer, self._model.generation_config)
-        self._name = model
+        opened = self._opened.pop(model, None)
+        if opened is None:
+            opened = OpenedModel(model, self._device, self._dtype)
+        self._opened[model] = opened
+        while len(self._opened) > self._kept:
+            del self._opened[next(iter(self._opened))]
 
     def load_policy(self, weights: Path, version: Version) -> None:
-        """Copy the file's weights into the model once all names and shapes agree. Raises PolicyUnusable otherwise."""
-        try:
-            tensors = load_file(weights)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise PolicyUnusable(f"policy {version} is not readable as safetensors: {error}") from None
-        parameters = dict(self._model.named_parameters())
-        if tensors.keys() != parameters.keys():
-            odd = sorted(tensors.keys() ^ parameters.keys())[:3]
-            raise PolicyUnusable(f"policy {version} and model {self._name} differ in {', '.join(odd)}")
-        for name, parameter in parameters.items():
-            if tensors[name].shape != parameter.shape:
-                raise PolicyUnusable(
-                    f"policy {version}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}"
-                )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(tensors[name])
+        """Take the file's weights, or its adapters on top of the base model, once all names and shapes agree.
+
+        Raises PolicyUnusable otherwise, with the policy before it still whole.
+        """
+        self._in_use.load_policy(weights, version)
         self._version = version
+
+    @property
+    def _in_use(self) -> OpenedModel:
+        return next(reversed(self._opened.values()))
 
     @torch.inference_mode()
     def generate(self, requests: list[Request]) -> list[list[Completion]]:
         """Sample all completions of all requests together."""
         if not requests:
             return []
-        prompts = [prompt_ids(self._tokenizer, request.question) for request in requests]
+        prompts = [prompt_ids(self._in_use.tokenizer, request.question) for request in requests]
         owner = torch.tensor([i for i, request in enumerate(requests) for _ in range(request.completions)])
         rows = len(owner)
         limits = torch.tensor([requests[i].sampling.max_new_tokens for i in owner], device=self._device)
@@ -94,7 +79,7 @@ class TransformersEngine:
         logprobs = torch.zeros(rows, longest, device=self._device)
         lengths = torch.zeros(rows, dtype=torch.long, device=self._device)
         stopped = torch.zeros(rows, dtype=torch.bool, device=self._device)
-        stops = torch.tensor(sorted(self._stops), device=self._device)
+        stops = torch.tensor(sorted(self._in_use.stops), device=self._device)
         active = torch.arange(rows, device=self._device)
 
         for step in range(longest):
@@ -113,7 +98,7 @@ class TransformersEngine:
                 active, attention, chosen = active[kept], attention[kept], chosen[kept]
             attention = torch.cat([attention, attention.new_ones(len(active), 1)], dim=1)
             positions = attention.sum(1, keepdim=True) - 1
-            output = self._model(
+            output = self._in_use.model(
                 input_ids=chosen.unsqueeze(1), attention_mask=attention, position_ids=positions, past_key_values=cache
             )
             logits = output.logits[:, -1]
@@ -129,9 +114,9 @@ class TransformersEngine:
             attention[row, width - len(prompt) :] = 1
         ids, attention = ids.to(self._device), attention.to(self._device)
         positions = (attention.cumsum(1) - 1).clamp(min=0)
-        output = self._model(
+        output = self._in_use.model(
             input_ids=ids, attention_mask=attention, position_ids=positions,
-            past_key_values=DynamicCache(config=self._model.config), use_cache=True, logits_to_keep=1,
+            past_key_values=DynamicCache(config=self._in_use.model.config), use_cache=True, logits_to_keep=1,
         )  # fmt: skip
         return output.logits[:, -1], output.past_key_values, attention
 
@@ -147,7 +132,7 @@ class TransformersEngine:
                 values = logprobs[row, : lengths[row]].numpy().astype("<f4")
                 group.append(
                     Completion(
-                        text=decode(self._tokenizer, ids.tolist(), self._stops),
+                        text=decode(self._in_use.tokenizer, ids.tolist(), self._in_use.stops),
                         token_ids=ids.tobytes(),
                         logprobs=values.tobytes(),
                         tokens=lengths[row],

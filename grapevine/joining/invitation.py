@@ -21,7 +21,8 @@ from common.files import write_whole
 from common.ledger import Ledger
 from common.messages import SCHEMA
 from common.run import open_run
-from common.settings import STARTER_MODELS, Settings, SettingsError
+from common.sections import STARTER_MODELS
+from common.settings import Settings, SettingsError
 from common.worker import TRANSIENT
 from grapevine.screen.view import plain
 

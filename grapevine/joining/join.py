@@ -24,8 +24,9 @@ from common.identity import Identity
 from common.keys import Keys
 from common.ledger import Ledger
 from common.run import open_run
+from common.sections import NodeSettings
 from common.server import PasswordRefused, ServerRefused, address, connect
-from common.settings import NodeSettings, Settings, SettingsError, from_tree, merged, read_tree
+from common.settings import Settings, SettingsError, from_tree, merged, read_tree
 from common.worker import TRANSIENT
 from grapevine.joining.guests import is_up, split_url
 from grapevine.joining.invitation import Facts, read_facts

@@ -60,7 +60,12 @@ _STYLE: dict[Any, Any] = {
 
 
 def lines_chart(
-    name: str, series: Sequence[Series], y_label: str, marks: Sequence[float] = (), most: int = MOST_LINES
+    name: str,
+    series: Sequence[Series],
+    y_label: str,
+    marks: Sequence[float] = (),
+    most: int = MOST_LINES,
+    x_label: str = "round",
 ) -> Markup:
     """Lines over rounds, from zero upwards, each named at its end; more than `most` are summed up.
 
@@ -69,10 +74,31 @@ def lines_chart(
     with _chart(name) as (axes, result):
         for mark in marks:
             axes.axvline(mark, color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
-        (_few if len(series) <= most else _many)(axes, series)
-        axes.set(xlabel="round", ylabel=y_label)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+        _draw_lines(axes, series, x_label, y_label, most)
     return result[0]
+
+
+def lines_figure(panels: Sequence[tuple[str, Sequence[Series], str, str]], kind: str) -> bytes:
+    """Lines as a file of their own, `svg` or `png`, on white. A panel: title, lines, labels of x and y; two in a row."""
+    file = io.BytesIO()
+    with matplotlib.rc_context(
+        {**_STYLE, "svg.hashsalt": "figure", "figure.facecolor": "#ffffff", "savefig.facecolor": "#ffffff"}
+    ):
+        rows = -(-len(panels) // 2)
+        figure = Figure(figsize=(2 * WIDTH, rows * (HEIGHT + 0.25)), layout="constrained")
+        for i, (title, series, x_label, y_label) in enumerate(panels):
+            axes = figure.add_subplot(rows, 2, i + 1)
+            axes.set_title(title, loc="left", fontsize=TEXT + 1)
+            _draw_lines(axes, series, x_label, y_label, len(series))
+        metadata = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else {"Software": None}
+        figure.savefig(file, format=kind, dpi=160, metadata=metadata)
+    return file.getvalue()
+
+
+def _draw_lines(axes: Axes, series: Sequence[Series], x_label: str, y_label: str, most: int) -> None:
+    (_few if len(series) <= most else _many)(axes, series)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
 
 def _few(axes: Axes, series: Sequence[Series]) -> None:

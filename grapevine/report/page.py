@@ -54,16 +54,16 @@ def run_page(run: RunFolder) -> str:
     )
 
 
-def render(template: str, **values: Any) -> str:
-    """A template of this folder, everything in it escaped that is not a chart of ours."""
+def render(template: str, *folders: Path, filters: dict[str, Any] | None = None, **values: Any) -> str:
+    """A template of this folder or of `folders`, everything in it escaped that is not a chart of ours."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([Path(__file__).parent, *folders]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"figure": figure, "percent": percent, "interval": interval, "span": span}
+    environment.filters |= {"figure": figure, "percent": percent, "interval": interval, "span": span, **(filters or {})}
     environment.globals |= {"with_error": with_error}
     return environment.get_template(template).render(**values)
 

@@ -22,8 +22,9 @@ from rich.console import Console
 
 from common.ledger import Ledger
 from common.run import forget_run, open_run
+from common.sections import STARTER_MODELS
 from common.server import away
-from common.settings import STARTER_MODELS, Settings, SettingsError
+from common.settings import Settings, SettingsError
 from common.worker import TRANSIENT
 from grapevine.joining.invitation import Host, facts_of
 from grapevine.report.folder import read_clock

@@ -169,7 +169,7 @@ def _models(settings: Settings, gpu_memory: int) -> Iterator[Finding]:
         template = "chat template" if facts.has_template else "no chat template, a plain prompt is used"
         found = f"{model} ({who}): {facts.architecture}, {size(facts)} parameters, {template}"
         yield Finding("ok", "model", found)
-        training += len(names) * bytes_to_train(facts)
+        training += sum(bytes_to_train(facts, resolved.for_node(name).update) for name in names)
         largest = max(largest, facts.parameters)
     each = 2 if settings.generators.dtype == "bfloat16" else 4
     needed = training + settings.generators.replicas * each * largest

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import yaml
 
-from common.settings import STARTER_MODELS, SettingsError, load
+from common.sections import STARTER_MODELS
+from common.settings import SettingsError, load
 
 TEMPLATE = """\
 # Settings of a grapevine run. Lines that are commented out show the defaults (or an example); take away the "# " to change

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.settings import OwnTaskSettings, Settings
+from common.sections import OwnTaskSettings
+from common.settings import Settings
 from common.settings_checks import OTHER_VARIABLES
 
 INTRODUCTION = """\

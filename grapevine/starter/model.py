@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -24,11 +24,11 @@ from transformers.utils import logging
 
 from common.chat import SYSTEM_PROMPT
 from common.tasks import PRESETS, TaskSpec
+from grapevine.starter.cache import MARKER, cache_folder
 from grapevine.starter.tokenizer import CHAT_TEMPLATE, WIDE_TEMPLATE, build_tokenizer, build_wide_tokenizer
 from grapevine.starter.warmup import HEAD, exchanges_of, warm_up
 
 RECIPE = 2  # raise it when the same arguments make another model than before
-MARKER = "starter.json"
 Tokens = Literal["sentences", "words"]
 
 
@@ -42,6 +42,8 @@ def make_starter(
     sloppy: float = 0.4,
     tokenizer: Tokens = "sentences",
     progress: bool = True,
+    shares: Mapping[str, float] | None = None,
+    vocabulary: Sequence[TaskSpec] | None = None,
 ) -> Path:
     """Make a starter model in `folder`, or return at once where it lies already.
 
@@ -51,32 +53,50 @@ def make_starter(
         width: hidden size, a multiple of 32.
         sloppy: the chance that a digit of a warm-up answer is wrong.
         tokenizer: what its tokens are (see `grapevine.starter.tokenizer`).
+        shares: by task name, how much of the warm-up is of it; without it, all tasks alike.
+        vocabulary: the tasks whose questions its tokenizer is built from; without it, `tasks`. A specialist that is to read
+            the questions of others needs theirs too.
 
     Raises:
+        ValueError: a width that cannot be, or shares that do not name every task.
         FileExistsError: the folder holds something that is no starter model.
     """
     if width % HEAD or width <= 0:
         raise ValueError(f"width must be a multiple of {HEAD}, not {width}")
     folder = folder.resolve()
-    marker = _marker(seed, tasks, steps, width, layers, sloppy, tokenizer)
+    marker = _marker(seed, tasks, steps, width, layers, sloppy, tokenizer, shares, vocabulary)
     if _same(_read_marker(folder), marker):
         return folder
     if folder.exists() and _read_marker(folder) is None and any(folder.iterdir()):
         raise FileExistsError(f"{folder} holds something that is no starter model; choose another folder")
 
-    exchanges = exchanges_of(tuple(tasks), seed)
+    exchanges = exchanges_of(tuple(tasks), seed, shares)
+    worded = exchanges if vocabulary is None else exchanges_of(tuple(vocabulary), seed)
     build = build_tokenizer if tokenizer == "sentences" else build_wide_tokenizer
-    encoder = build([(question, answer) for _, question, answer in exchanges])
+    encoder = build([(question, answer) for _, question, answer in worded])
     model = warm_up(encoder, exchanges, seed, steps, width, layers, sloppy, progress)
     return _save(folder, marker, model, encoder)
 
 
 def _marker(
-    seed: int, tasks: Sequence[TaskSpec], steps: int, width: int, layers: int, sloppy: float, tokenizer: Tokens
+    seed: int,
+    tasks: Sequence[TaskSpec],
+    steps: int,
+    width: int,
+    layers: int,
+    sloppy: float,
+    tokenizer: Tokens,
+    shares: Mapping[str, float] | None,
+    vocabulary: Sequence[TaskSpec] | None,
 ) -> dict[str, object]:
     arguments: dict[str, object] = {"seed": seed, "steps": steps, "width": width, "layers": layers, "sloppy": sloppy}
     arguments["tokenizer"] = tokenizer
     arguments["tasks"] = msgspec.to_builtins(tuple(tasks))
+    # Only where they are given: models that were made before there was such an argument stay good.
+    if shares is not None:
+        arguments["shares"] = dict(shares)
+    if vocabulary is not None:
+        arguments["vocabulary"] = msgspec.to_builtins(tuple(vocabulary))
     made_of = [RECIPE, SYSTEM_PROMPT, CHAT_TEMPLATE, WIDE_TEMPLATE, arguments]
     return {"arguments": arguments, "hash": hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()}
 
@@ -129,9 +149,7 @@ def starter_folder(name: str = "starter") -> Path:
     Args:
         name: one of STARTERS.
     """
-    cache = Path(os.environ.get("GRAPEVINE_CACHE") or Path.home() / ".cache" / "grapevine")
-    cache.mkdir(parents=True, exist_ok=True)
-    return STARTERS[name](cache / name).resolve()
+    return STARTERS[name](cache_folder() / name).resolve()
 
 
 STARTERS: dict[str, Callable[[Path], Path]] = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -38,14 +38,29 @@ Row = tuple[list[int], list[int]]
 """Tokens of the prompt and of the completion."""
 
 
-def exchanges_of(tasks: tuple[TaskSpec, ...], seed: int) -> list[Exchange]:
-    """Training questions with their right answers; tasks without a known answer cannot be warmed up on."""
+def exchanges_of(tasks: tuple[TaskSpec, ...], seed: int, shares: Mapping[str, float] | None = None) -> list[Exchange]:
+    """Training questions with their right answers; tasks without a known answer cannot be warmed up on.
+
+    `shares`: by task name, how much of them is of it; without it, all tasks alike. Raises ValueError when they do not fit.
+    """
     base = seed_base_of(seed, "starter-warm-up", held_out=False)
-    items = [build(draw(tasks, base, number, held_out=False)) for number in range(QUESTIONS)]
+    chosen = [tasks] * QUESTIONS if shares is None else _chosen(tasks, shares, seed)
+    items = [build(draw(among, base, number, held_out=False)) for number, among in enumerate(chosen)]
     exchanges = [(item.question.task, item.text, item.answer) for item in items if item.answer]
     if not exchanges:
         raise TaskRefused("tasks: none of them states an answer to warm up on; name another task")
     return exchanges
+
+
+def _chosen(tasks: tuple[TaskSpec, ...], shares: Mapping[str, float], seed: int) -> list[tuple[TaskSpec]]:
+    """The task of every question, by chance and as often as its share says."""
+    names = [spec.name for spec in tasks]
+    if sorted(names) != sorted(shares) or min(shares.values()) < 0 or sum(shares.values()) <= 0:
+        raise ValueError(
+            f"shares must give each of the tasks {', '.join(names)} a number from 0 on, not all 0; they are {dict(shares)}"
+        )
+    weights = [shares[name] for name in names]
+    return [(spec,) for spec in random.Random(f"{seed} shares").choices(tasks, weights, k=QUESTIONS)]
 
 
 def warm_up(
