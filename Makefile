@@ -31,8 +31,9 @@ lint: $(STAMP) ## style, formatting, types, and which package may import which
 chaos: $(STAMP) ## kill parts of a running swarm at random and check the books (FAULTS=300)
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS)
 
-bench: $(STAMP) ## how many rollouts the transport carries on this machine
+bench: $(STAMP) ## what the transport carries, and the learner beside TRL, on this machine
 	@$(BIN)/python -m benchmarks.transport
+	@$(BIN)/python -m benchmarks.learner
 
 reference: $(STAMP) ## write docs/configuration.md anew from the settings in the code
 	@$(BIN)/grapevine settings --write docs/configuration.md

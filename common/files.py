@@ -12,14 +12,32 @@ from pathlib import Path
 from typing import Any
 
 
-def write_whole(path: Path, data: str | bytes, mode: int | None = None) -> None:
-    """Write all of a file in place of what was there. `mode`: its permissions, 0o600 for a secret; None: the usual ones."""
+def write_whole(path: Path, data: str | bytes, mode: int | None = None, durable: bool = False) -> None:
+    """Write all of a file in place of what was there.
+
+    `mode`: its permissions, 0o600 for a secret; None: the usual ones. `durable`: it is on the disk when this returns, and
+    outlasts a power cut.
+    """
     aside = path.with_name(f"{path.name}.new")
     aside.unlink(missing_ok=True)  # left by a writer that was killed; its permissions may be others
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     with open(handle, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(aside, path)
+    if durable:
+        sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's list of names, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

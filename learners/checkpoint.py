@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from common.directory import Policy
+from common.files import sync, write_whole
 from common.messages import Version
 from common.policies import sha256
 from common.settings import SettingsError
@@ -89,7 +90,7 @@ class Checkpoints:
             shutil.rmtree(aside)  # on a full disk the half of it would be in the way
             raise
         os.replace(aside, final)
-        _sync(self._folder)
+        sync(self._folder)
         spared = [folder for folder in self._all() if _round_of(folder) < self.spared_before][-1:]
         for old in self._all()[: -self._kept]:
             if old not in spared:
@@ -100,10 +101,7 @@ class Checkpoints:
         """Renew the state of the checkpoint last saved; its tensors stay."""
         path = self._all()[-1] / STATE_FILE
         kept = msgspec.json.decode(path.read_bytes(), type=LearnerState)
-        aside = path.with_suffix(".new")
-        aside.write_bytes(_state_bytes(msgspec.structs.replace(state, checksums=kept.checksums)))
-        _sync(aside)
-        os.replace(aside, path)
+        write_whole(path, _state_bytes(msgspec.structs.replace(state, checksums=kept.checksums)), durable=True)
 
     def newest(self) -> tuple[LearnerState, Path] | None:
         """The newest checkpoint that is whole, None when there is none at all.
@@ -166,11 +164,7 @@ class Checkpoints:
                 last = max(last, int(path.read_text()))
             except ValueError:
                 raise SettingsError(f"{path} is damaged: it should hold a whole number; write {last + 1} into it") from None
-        aside = path.with_suffix(".new")
-        aside.write_text(str(last + 1))
-        _sync(aside)
-        os.replace(aside, path)
-        _sync(self._folder)
+        write_whole(path, str(last + 1), durable=True)
         return last + 1
 
     def _all(self) -> list[Path]:
@@ -187,8 +181,8 @@ def _write(folder: Path, state: LearnerState, tensors: Tensors) -> None:
     checksums = {path.name: sha256(path) for path in sorted(folder.iterdir())}
     (folder / STATE_FILE).write_bytes(_state_bytes(msgspec.structs.replace(state, checksums=checksums)))
     for path in folder.iterdir():
-        _sync(path)
-    _sync(folder)
+        sync(path)
+    sync(folder)
 
 
 def _read_whole(folder: Path) -> LearnerState:
@@ -212,11 +206,3 @@ def _state_checksum(state: LearnerState) -> str:
     """Of a state with all its checksums but this one."""
     others = {name: checksum for name, checksum in state.checksums.items() if name != STATE_FILE}
     return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(state, checksums=others))).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -9,7 +9,6 @@ cut short by a crash, left out by `read`.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from common.files import write_whole
 from common.settings import SettingsError
 from learners.sinks import Kind, Sink
 
@@ -44,9 +44,7 @@ class Journal:
             lines = read(folder / name)
             kept = [line for line in lines if line["round"] <= keep_until]
             if len(kept) != len(lines) or (folder / name).exists():
-                aside = folder / f"{name}.new"
-                aside.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
-                os.replace(aside, folder / name)
+                write_whole(folder / name, b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
         evaluations = read(folder / "heldout.jsonl")
         self.evaluated: set[int] = {line["round"] for line in evaluations}
         # One that an earlier release wrote has no interval.

@@ -6,12 +6,12 @@ back from a checkpoint writes rounds again without harm. The journal stays the r
 
 from __future__ import annotations
 
-import os
 import secrets
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, Protocol
 
+from common.files import write_whole
 from common.settings import Settings, SettingsError
 
 Kind = Literal["round", "heldout"]
@@ -142,9 +142,7 @@ def scalars(kind: Kind, record: dict[str, Any]) -> dict[str, float]:
 def _kept_id(path: Path) -> str:
     """An id that a restarted learner finds again and a run begun anew under the same name does not."""
     if not path.exists():
-        aside = path.with_suffix(".new")
-        aside.write_text(secrets.token_hex(8))
-        os.replace(aside, path)
+        write_whole(path, secrets.token_hex(8))
     return path.read_text()
 
 

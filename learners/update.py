@@ -136,7 +136,6 @@ class PolicyTrainer:
         return {
             "tokens_own": float(sum(len(sample.completion) for sample in encoded[: len(own)])),
             "tokens_swarm": float(sum(len(sample.completion) for sample in encoded[len(own) :])),
-            "informative_share": sum(s.advantage != 0 for s in own) / len(own) if own else 0.0,
             "loss": fmean(done.losses) if done.losses else 0.0,
             "grad_norm": fmean(done.norms) if done.norms else 0.0,
             "sampler_gap": _mean(done.gap, done.gaps),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -24,6 +28,7 @@ from grapevine.evaluate import evaluate_model
 from grapevine.export import export_model
 from grapevine.models import ModelFacts, bytes_to_train
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState
+from learners.journal import read
 from learners.mix import Sample
 from learners.update import OPTIMIZER_FILE, PolicyTrainer
 from tests.conftest import make_tiny_model
@@ -313,3 +318,35 @@ def test_peft_itself_reads_the_file(tiny_model: Path, tmp_path: Path) -> None:
     ids = torch.tensor([[3, 5, 7, 11]])
     with torch.no_grad():
         torch.testing.assert_close(peer(ids).logits, trainer.model(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_a_swarm_of_adapters_in_bfloat16_trains_and_is_followed(learnt: Path, tmp_path: Path) -> None:
+    """The whole pipeline in processes of its own: adapters are published, and generators sample from each new version."""
+    tree = {
+        "run": "adapters", "folder": str(tmp_path), "nodes": 2,
+        "node": {
+            "model": str(learnt), "rounds": 6, "group_size": 8, "ahead": 1, "sampling": {"max_new_tokens": 16},
+            "mix": {"own": 4, "swarm": 2, "tags": ["failed", "hard", "mixed", "easy", "solved"]},
+            "reward": {"accuracy": 1.0, "length": 1.0}, "evaluate": {"questions": 0},
+            "update": {"learning_rate": 5e-3, "dtype": "bfloat16", "lora": {"rank": 8, "alpha": 16.0}},
+        },
+        "generators": {"replicas": 1, "dtype": "bfloat16"},
+    }  # fmt: skip
+    (tmp_path / "adapters.yaml").write_text(yaml.safe_dump(tree))
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("GRAPEVINE_") and key != "REDIS_URL"}
+    done = subprocess.run(
+        [sys.executable, "-m", "grapevine", "up", str(tmp_path / "adapters.yaml")],
+        env={**clean, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("node-0", "node-1"):
+        lines = read(tmp_path / "adapters" / "nodes" / name / "rounds.jsonl")
+        assert [line["round"] for line in lines] == list(range(1, 7))
+        assert all(line["grad_norm"] > 0 and line["skipped"] == 0 for line in lines)
+        # What is left is rounding: a generator without the newest adapters would say something else of its tokens.
+        assert all(line["staleness"] == 0 and line["sampler_gap"] < 0.05 for line in lines)
+        newest = max((tmp_path / "adapters" / "policies" / name).iterdir())
+        adapter = adapter_of(newest)
+        assert adapter is not None and adapter.rank == 8
+        assert newest.stat().st_size < (learnt / "model.safetensors").stat().st_size
+        assert any(tensor.abs().max() > 0 for key, tensor in load_file(newest).items() if "lora_B" in key), "it has learnt"

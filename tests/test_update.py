@@ -221,7 +221,7 @@ def test_a_round_without_signal_changes_nothing(tiny_model: Path) -> None:
     before = weights(trainer)
     silent = [Sample(s.question, s.text, s.finished, 0.0, None, None) for s in swarm_batch()]
     figures = trainer.update(silent, [])
-    assert (figures["loss"], figures["grad_norm"], figures["skipped"], figures["informative_share"]) == (0, 0, 0, 0)
+    assert (figures["loss"], figures["grad_norm"], figures["skipped"]) == (0, 0, 0)
     assert_same(weights(trainer), before)
     assert trainer.update([], [])["tokens_own"] == 0.0
 

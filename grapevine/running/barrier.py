@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from common.files import write_whole
 from common.ledger import Ledger
 from common.run import forget_run, run_keys
 from common.settings import SettingsError
@@ -65,12 +66,7 @@ class Barriers:
             nodes[learner.name] = Mark(checkpoint.name, state, sizes)
         body = msgspec.msgpack.encode(Barrier(round, _dump(ledger), nodes))
         final = self._folder / f"{round:09d}"
-        aside = final.with_suffix(".new")
-        with aside.open("wb") as file:
-            file.write(hashlib.sha256(body).digest() + body)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, final)
+        write_whole(final, hashlib.sha256(body).digest() + body, durable=True)
         for old in self._all()[:-KEPT]:
             old.unlink()
 

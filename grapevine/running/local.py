@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from common.files import write_whole
 from common.ledger import Ledger
 from common.run import forget_run, open_run
 from common.sections import STARTER_MODELS
@@ -63,7 +63,7 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console, joined
             for sentence in resume_points(settings):
                 console.print(sentence, highlight=False, soft_wrap=True)
         tree = settings.model_dump(mode="json", exclude={"redis_url"})
-        _write(folder / "settings.json", json.dumps(tree, indent=1))
+        write_whole(folder / "settings.json", json.dumps(tree, indent=1))
         server = None
         if settings.redis_url is None:
             server = EmbeddedServer(folder / "server", settings.listen)
@@ -222,7 +222,7 @@ class _Stopwatch:
         """Write run.json."""
         elapsed = self._before + (self._stopped or time.monotonic()) - self._started
         facts = {"elapsed_seconds": elapsed, "restarts": self._restarts_before + self.restarts + self.server_restarts}
-        _write(self._path, json.dumps(facts))
+        write_whole(self._path, json.dumps(facts))
 
 
 def _snapshot(settings: Settings, ledger: Ledger) -> None:
@@ -231,14 +231,7 @@ def _snapshot(settings: Settings, ledger: Ledger) -> None:
     for node in settings.node_names():
         book = ledger.books(node)
         books[node] = {**asdict(book), "lost": book.lost}
-    _write(settings.run_folder / "ledger.json", json.dumps({"books": books, "counts": ledger.counts()}, indent=1))
-
-
-def _write(path: Path, text: str) -> None:
-    """All of a file or nothing."""
-    aside = path.with_suffix(".new")
-    aside.write_text(text)
-    os.replace(aside, path)
+    write_whole(settings.run_folder / "ledger.json", json.dumps({"books": books, "counts": ledger.counts()}, indent=1))
 
 
 @contextmanager

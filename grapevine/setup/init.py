@@ -50,7 +50,8 @@ node:
     # temperature: 1.0
     # top_p: 1.0
 
-  # What one round trains on, in groups: its own, and up to so many of other nodes. `swarm: 0` trains alone.
+  # What one round trains on, in groups: its own, and up to so many of other nodes.
+  # `swarm: 0` trains alone, `swarm: auto` decides by what helps.
   mix:
     own: {own}
     swarm: {swarm}
@@ -62,9 +63,10 @@ node:
   # What counts, as weights: right answers, the form asked for, short completions.
   # reward: {{accuracy: 1.0, format: 0.0, length: 0.0}}
 
-  # The update. `successes` takes from others only what beat its group's mean, `none` takes all, as the paper does.
+  # The update. `successes` takes from others only what beat its group's mean, `none` takes all, as the paper does;
+  # docs/learning.md has the others. lora: {{rank: 16}} trains adapters, dtype: bfloat16 halves memory and time on a GPU.
   update:
-    correction: {correction}
+    correction: successes
     learning_rate: {learning_rate}
     # weight_decay: 0.0
     # max_grad_norm: 1.0
@@ -118,7 +120,7 @@ def text(file: Path, nodes: int, model: str, tasks: str) -> str:
     chosen = (
         {"rounds": 150, "max_new_tokens": 16, "own": 16, "swarm": 8, "learning_rate": "5.0e-4", "every": 50}
         if starter
-        else {"rounds": 200, "max_new_tokens": 256, "own": 4, "swarm": 4, "learning_rate": "1.0e-6", "every": 100}
+        else {"rounds": 200, "max_new_tokens": 256, "own": 8, "swarm": 8, "learning_rate": "1.0e-6", "every": 100}
     )
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     return TEMPLATE.format(
@@ -129,7 +131,6 @@ def text(file: Path, nodes: int, model: str, tasks: str) -> str:
         tasks=_yaml(names[0])
         if len(names) == 1 and names[0] in ("starter", "paper9")
         else f"[{', '.join(map(_yaml, names))}]",
-        correction="successes" if starter else "none",
         generators=2 if starter else 1,
         batch_orders=32 if starter else 16,
         max_age=60 if starter else 600,
