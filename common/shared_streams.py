@@ -16,7 +16,7 @@ import redis
 from common.clock import Clock
 from common.keys import Keys
 from common.ledger import Entry
-from common.messages import Tag
+from common.messages import TAGS, Tag
 
 LOOK_BACK = 4
 AUTHORS_FRESH_MS = 1000
@@ -71,6 +71,23 @@ class SwarmReader:
                     self.seen[f"{entry.stream} {entry.id}"] = _time_of(entry.id)
                     return entry
         return None
+
+    def shared(self, author: str) -> dict[Tag, tuple[int, float]]:
+        """Of an author, by tag: how many groups lie in its stream, and how many come per unit of the clock's time.
+
+        A full stream reaches back less far than the others, and its length alone would make a frequent tag look rare.
+        """
+        now = self._clock.now()
+        pipeline = self._redis.pipeline(transaction=False)
+        for tag in TAGS:
+            pipeline.xlen(self._keys.swarm(author, tag))
+            pipeline.xrange(self._keys.swarm(author, tag), count=1)
+        replies = pipeline.execute()
+        there = [(tag, count, rows) for tag, count, rows in zip(TAGS, replies[::2], replies[1::2], strict=True) if rows]
+        spans = {tag: max(1, now + 1 - _time_of(rows[0][0].decode())) for tag, _, rows in there}
+        # The others hold all that came since the author's first group, or since the maximum age.
+        longest = max(spans.values(), default=1)
+        return {tag: (count, count / (spans[tag] if count >= self._depth else longest)) for tag, count, _ in there}
 
     def is_new(self, group: str, entry: Entry) -> bool:
         """Whether this group was never drawn, under whatever entry; marks it. Entries can be copied, groups are signed."""

@@ -1,7 +1,8 @@
 """`mix.swarm: auto`: how many swarm groups the next round draws, by what past rounds showed. Pure functions.
 
-Guarantees: the number lies between 1 (so that peers go on being measured) and `mix.most`; it follows from the journal's
-lines alone, so a resumed learner decides as it would have; what it was decided by stands in the round's line.
+Guarantees: the number lies between 1 (so that sharing is never given up for good) and `mix.most`; it follows from the
+journal's lines and the swarm's streams, so a resumed lockstep run decides as it would have; what it was decided by stands in
+the round's line.
 
 Three signals. A node whose own groups are mostly all right or all wrong learns little from them and draws more. Peers that
 answer better than the node does are worth more than peers that answer worse. And when the node does clearly worse than it
@@ -17,7 +18,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 from common.sections import MixSettings
-from learners.capability import capabilities
 
 WINDOW = 16  # rounds whose mean is one point of the trend
 CLEARLY = 3.0  # standard errors that a fall must reach to count as one
@@ -44,7 +44,12 @@ class Decision:
         return asdict(self)
 
 
-def decide(records: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]], mix: MixSettings) -> Decision:
+def decide(
+    records: Sequence[Mapping[str, Any]],
+    heldout: Sequence[Mapping[str, Any]],
+    peers: Mapping[str, float],
+    mix: MixSettings,
+) -> Decision:
     """The next round's number of swarm groups.
 
     Own groups times (2 - informative share), times the peers' strength, halved while falling. With nothing known yet that
@@ -53,9 +58,9 @@ def decide(records: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, 
     Args:
         records: recent lines of `rounds.jsonl`, the newest last.
         heldout: lines of `heldout.jsonl`, the newest last.
+        peers: capabilities of the authors drawn lately.
     """
-    known = capabilities(records, mix.tags)
-    strength = fmean(known.values()) if known else 1.0
+    strength = fmean(peers.values()) if peers else 1.0
     if not records:
         return Decision(min(mix.own, mix.most), 1.0, strength, False)
     informative = fmean(record["informative_share"] for record in records)

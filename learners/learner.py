@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -29,7 +30,7 @@ from common.policies import PolicyStore
 from common.sections import NodeSettings
 from common.settings import Settings, SettingsError
 from common.shared_streams import SwarmReader
-from learners.auto_mix import decide
+from learners.auto_mix import Decision, decide
 from learners.capability import capabilities
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState, Tensors
 from learners.heldout import HeldOut
@@ -258,7 +259,7 @@ class Learner:
         node, started = self._node, time.monotonic()
         round = self._state.round + 1
         stale = self._stale()
-        decision = decide(self._journal.recent, self._journal.evaluations, node.mix) if node.mix.swarm == "auto" else None
+        decision = self._decide() if node.mix.swarm == "auto" else None
         wanted = decision.swarm if decision else int(node.mix.swarm)
         drawn = self._draw(round, wanted)
         missing = wanted - len(drawn)
@@ -270,16 +271,16 @@ class Learner:
 
         texts = [tasks.build(one.group.question).text for one in own.groups]
         trained = {one.number for one in own.trained}
-        own_samples_ = [
+        trained_samples = [
             sample
             for one, text in zip(own.groups, texts, strict=True)
             if one.number in trained
             for sample in own_samples(one.group, text, node)
         ]
-        stronger = capabilities(self._journal.recent, node.mix.tags)
-        swarm_samples_ = [s for group in drawn for s in swarm_samples(group, node, stronger.get(group.author, 1.0))]
+        strength = self._capabilities(group.author for group in drawn) if node.update.correction == "hacpo" else {}
+        foreign_samples = [s for group in drawn for s in swarm_samples(group, node, strength.get(group.author, 1.0))]
         trains = node.learner == "train"
-        figures = self._rollback.after(round, self._trainer.update(own_samples_, swarm_samples_)) if trains else {}
+        figures = self._rollback.after(round, self._trainer.update(trained_samples, foreign_samples)) if trains else {}
         updated_at = time.monotonic()
 
         staleness = fmean(self._staleness(one) for one in own.groups)
@@ -305,6 +306,15 @@ class Learner:
         )
         self._waiting_since = time.monotonic()
         self._show(record, updated_at - drawn_at)
+
+    def _decide(self) -> Decision:
+        """How many swarm groups this round draws, by itself."""
+        recent = self._journal.recent
+        authors = [id.rpartition("/")[0] for record in list(recent)[-1:] for id in record["swarm_ids"]]
+        return decide(recent, self._journal.evaluations, self._capabilities(authors), self._node.mix)
+
+    def _capabilities(self, authors: Iterable[str]) -> dict[str, float]:
+        return capabilities(self._swarm, authors, self._journal.recent)
 
     def _draw(self, round: int, wanted: int) -> list[SwarmGroup]:
         """Up to `wanted` groups of others. Should the connection be lost half-way, none of them counts as seen."""

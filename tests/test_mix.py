@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,13 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.messages import Completion, ScoredGroup, SharedCompletion, Span, SwarmGroup, Version
+from common.clock import RoundClock
+from common.messages import TAGS, Completion, ScoredGroup, SharedCompletion, Span, SwarmGroup, Tag, Version, tag_of
+from common.run import open_run
 from common.sections import NodeSettings
+from common.settings import Settings
+from common.shared_streams import SwarmReader
 from common.tasks import Components, Question
 from grapevine.server import EmbeddedServer
 from learners.advantages import group_advantages, is_informative
 from learners.auto_mix import decide
-from learners.capability import FEWEST, capabilities
+from learners.capability import MIDDLES, accuracy, capabilities
 from learners.journal import read
 from learners.mix import own_batch, own_samples, swarm_samples, to_refill
 from learners.orders import Arrived
@@ -175,48 +180,69 @@ def test_informative_means_some_advantage(group: list[float]) -> None:
 # --- capability ---
 
 
-def record(own: list[tuple[str, float]], theirs: list[tuple[str, float]]) -> dict[str, Any]:
-    return {
-        "own_tags": [tag for tag, _ in own], "own_group_rewards": [reward for _, reward in own],
-        "swarm_ids": [f"{author}/{number}" for number, (author, _) in enumerate(theirs)],
-        "swarm_rewards": [reward for _, reward in theirs],
-    }  # fmt: skip
+def twin_tags(chance: Random, strength: float, groups: int) -> list[Tag]:
+    """Tags of groups of eight whose questions differ in difficulty; `strength` is the mean chance of a right answer."""
+    tags = []
+    for _ in range(groups):
+        p = chance.betavariate(4 * strength, 4 * (1 - strength))
+        tags.append(tag_of([float(chance.random() < p) for _ in range(8)]))
+    return tags
 
 
-def test_capability_compares_like_with_like_and_is_clamped() -> None:
-    own = [("mixed", 0.4), ("failed", 0.0), ("solved", 1.0)]
-    records = [record(own, [("strong", 0.6), ("weak", 0.01), ("mighty", 0.9)]) for _ in range(FEWEST)]
-    found = capabilities(records, ("hard", "mixed"))
-    assert found == {"strong": pytest.approx(1.5), "weak": 0.5, "mighty": 2.0}
-    assert capabilities(records[:-1], ("hard", "mixed")) == {}, "too few of ours to say anything"
-    assert capabilities([record([("mixed", 0.0)], [("strong", 1.0)])] * 9, ("mixed",)) == {}, "nothing to divide by"
+@pytest.mark.parametrize("strength", [0.15, 0.5, 0.85])
+def test_equal_nodes_come_out_equal(server: EmbeddedServer, strength: float) -> None:
+    """Whatever tags are drawn, and although the streams of frequent tags overflow."""
+    chance, run = Random(strength), f"twins-{strength}"
+    reader, publish = swarm_of(server, run)
+    for round in range(40):
+        for tag in twin_tags(chance, strength, 8):
+            publish("twin", tag, round)
+        for tag in twin_tags(chance, min(0.95, 1.5 * strength), 8):
+            publish("better", tag, round)
+    records = [{"own_tags": twin_tags(chance, strength, 8)} for _ in range(64)]
+    found = capabilities(reader, ["twin", "better", "nobody"], records)
+    assert found["twin"] == pytest.approx(1.0, abs=0.25)
+    assert found["better"] > found["twin"] + 0.05
+    assert "nobody" not in found
+    assert capabilities(reader, ["twin"], [{"own_tags": ["failed"] * 8}] * 9) == {}, "nothing to divide by"
+    assert capabilities(reader, ["twin"], []) == {}
 
 
-@given(st.integers(0, 2**32))
-def test_only_the_newest_groups_count(seed: int) -> None:
-    chance = Random(seed)
-    old = [record([("mixed", 0.5)], [("other", 0.0)]) for _ in range(chance.randrange(50))]
-    new = [record([("mixed", 0.5)], [("other", 0.75)]) for _ in range(64)]
-    assert capabilities([*old, *new], ("mixed",)) == {"other": pytest.approx(1.5)}
+def swarm_of(server: EmbeddedServer, run: str) -> tuple[SwarmReader, Callable[[str, Tag, int], None]]:
+    """A reader at round 40 in lockstep, and a way to share a group in a round."""
+    clock = RoundClock()
+    clock.round = 40
+    ledger, _ = open_run(Settings(run=run, redis_url=server.url), clock)
+
+    def publish(author: str, tag: Tag, round: int) -> None:
+        stream = ledger.keys.swarm(author, tag)
+        ledger.redis.xadd(stream, {"m": b"x"}, id=f"{round + 1}-*", maxlen=32, approximate=False)
+        ledger.redis.xtrim(stream, minid=f"{max(0, round - 20)}-0", approximate=False)
+
+    return SwarmReader(ledger.redis, ledger.keys, clock, "me", TAGS, 20, depth=32), publish
+
+
+@given(st.dictionaries(st.sampled_from(TAGS), st.floats(0.01, 100)))
+def test_accuracy_is_a_mean(weights: dict[Tag, float]) -> None:
+    found = accuracy(weights)
+    assert (found is None) == (not weights)
+    assert found is None or min(MIDDLES[tag] for tag in weights) - 1e-9 <= found <= max(MIDDLES[t] for t in weights) + 1e-9
 
 
 # --- how many to draw ---
 
 
-def rounds_of(rewards: list[float], informative: float = 1.0, theirs: float = 0.5) -> list[dict[str, Any]]:
-    return [
-        {**record([("mixed", 0.5)], [("other", theirs)]), "own_reward": reward, "informative_share": informative}
-        for reward in rewards
-    ]
+def rounds_of(rewards: list[float], informative: float = 1.0) -> list[dict[str, Any]]:
+    return [{"own_reward": reward, "informative_share": informative} for reward in rewards]
 
 
 def test_auto_draws_more_where_it_learns_little_and_peers_are_strong() -> None:
     mix = node(mix={"own": 8, "swarm": "auto", "most": 64}).mix
-    assert decide([], [], mix).swarm == 8
-    assert decide(rounds_of([0.5] * 16), [], mix).swarm == 8
-    assert decide(rounds_of([0.5] * 16, informative=0.25), [], mix).swarm == 14
-    assert decide(rounds_of([0.5] * 16, theirs=0.75), [], mix).swarm == 12
-    assert decide(rounds_of([0.5] * 16, theirs=0.1), [], mix).swarm == 4
+    assert decide([], [], {}, mix).swarm == 8
+    assert decide(rounds_of([0.5] * 16), [], {}, mix).swarm == 8
+    assert decide(rounds_of([0.5] * 16, informative=0.25), [], {}, mix).swarm == 14
+    assert decide(rounds_of([0.5] * 16), [], {"a": 1.0, "b": 2.0}, mix).swarm == 12
+    assert decide(rounds_of([0.5] * 16), [], {"a": 0.5}, mix).swarm == 4
 
 
 def test_auto_halves_when_reward_falls() -> None:
@@ -224,20 +250,20 @@ def test_auto_halves_when_reward_falls() -> None:
     chance = Random(0)
     high = [0.6 + chance.uniform(-0.1, 0.1) for _ in range(32)]
     low = [0.3 + chance.uniform(-0.1, 0.1) for _ in range(16)]
-    assert not decide(rounds_of(high), [], mix).falling
-    fallen = decide(rounds_of(high + low), [], mix)
+    assert not decide(rounds_of(high), [], {}, mix).falling
+    fallen = decide(rounds_of(high + low), [], {}, mix)
     assert fallen.falling
     assert fallen.swarm == 4
-    assert not decide(rounds_of(low + high), [], mix).falling
+    assert not decide(rounds_of(low + high), [], {}, mix).falling
     heldout = [{"low": 0.5, "high": 0.6}, {"low": 0.2, "high": 0.4}]
-    assert decide(rounds_of(high), heldout, mix).falling
-    assert not decide(rounds_of(high), heldout[::-1], mix).falling
+    assert decide(rounds_of(high), heldout, {}, mix).falling
+    assert not decide(rounds_of(high), heldout[::-1], {}, mix).falling
 
 
-@given(st.lists(st.floats(0, 1), max_size=64), st.floats(0, 1), st.floats(0, 1), st.integers(1, 32), st.integers(1, 64))
+@given(st.lists(st.floats(0, 1), max_size=64), st.floats(0, 1), st.floats(0.5, 2), st.integers(1, 32), st.integers(1, 64))
 def test_auto_stays_within_its_bounds(rewards: list[float], informative: float, theirs: float, own: int, most: int) -> None:
     mix = node(mix={"own": own, "swarm": "auto", "most": most}).mix
-    assert 1 <= decide(rounds_of(rewards, informative, theirs), [], mix).swarm <= most
+    assert 1 <= decide(rounds_of(rewards, informative), [], {"other": theirs}, mix).swarm <= most
 
 
 def test_an_auto_mix_trains_and_tells_why(tmp_path: Path, server: EmbeddedServer) -> None:
