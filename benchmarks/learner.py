@@ -146,7 +146,7 @@ def our_trainer(folder: Path, longest: int) -> PolicyTrainer:
 def as_sampled(trainer: PolicyTrainer, samples: list[Sample]) -> list[Sample]:
     """The samples with the log-probabilities that a generator with the same weights would have recorded."""
     with torch.no_grad():
-        values = [trainer.logprobs([trainer._encode(sample)])[0][0] for sample in samples]
+        values = [trainer.logprobs([trainer.encode(sample)])[0][0] for sample in samples]
     return [
         replace(sample, logprobs=row.cpu().numpy().astype("<f4").tobytes())
         for sample, row in zip(samples, values, strict=True)

@@ -242,6 +242,8 @@ def _fault(message: msgspec.Struct) -> str | None:
                 return fault
     if isinstance(message, SwarmGroup) and not all(math.isfinite(c.logprob or 0.0) for c in message.completions):
         return "a log-probability is not a finite number"
+    if isinstance(message, SwarmGroup) and message.order_id.rpartition("/")[0] != message.author:
+        return "the group's id names another author"
     if isinstance(message, ScoredGroup | SwarmGroup) and len(message.components) != len(message.completions):
         return "components and completions differ in number"
     return None

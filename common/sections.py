@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from common.messages import TAGS, Tag
 from common.own_tasks import Definition
@@ -31,6 +31,9 @@ class Section(BaseModel):
         return without_empty(tree, cls)
 
 
+ROLLBACK_REACH = 50
+
+
 class SamplingSettings(Section):
     """How completions are drawn."""
 
@@ -39,16 +42,27 @@ class SamplingSettings(Section):
     top_p: float = Field(1.0, gt=0.0, le=1.0, description="share of the probability that tokens are drawn from; 1: all")
 
 
+def _groups(value: Any) -> int | str:
+    """`mix.swarm`: one sentence for both of the types it can have."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and value.isdecimal():  # from the environment
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError("a whole number of groups, 0 or more, or auto")
+    return value
+
+
 class MixSettings(Section):
     """What one round trains on, in groups. `swarm: 0` is a silo."""
 
     own: int = Field(8, ge=1, description="own groups per round")
-    swarm: int | Literal["auto"] = Field(
-        8, union_mode="left_to_right", description="groups of other nodes per round, at most; 0: none; `auto`: by what helps"
+    swarm: Annotated[int | Literal["auto"], PlainValidator(_groups)] = Field(
+        8, description="groups of other nodes per round, at most; 0: none; `auto`: by what helps"
     )
     most: int = Field(16, ge=1, description="most swarm groups per round that `auto` may draw")
     tags: tuple[Tag, ...] = Field(("hard", "mixed", "easy"), description="which groups of others to draw, by score")
-    weights: dict[Tag, Annotated[float, Field(gt=0)]] = Field(
+    weights: dict[Tag, Annotated[float, Field(gt=0, le=1e6)]] = Field(
         {}, description="how often a tag is drawn beside an author's others; 1 where it is not named"
     )
     fill: bool = Field(False, description="replace missing swarm groups by further own ones that have arrived")
@@ -107,7 +121,7 @@ class UpdateSettings(Section):
     max_grad_norm: float = Field(1.0, gt=0.0, description="longer gradients are shortened to this norm")
     skip_grad_norm: float = Field(1e4, gt=0.0, description="an update with a longer gradient, or none finite, is skipped")
     rollback_after: int = Field(
-        5, ge=0, description="updates skipped in a row until the last good checkpoint returns; 0: never"
+        5, ge=0, description="rounds skipped in a row until the last good checkpoint returns; 0: never"
     )
     clip_low: float = Field(0.2, ge=0.0, lt=1.0, description="how far a probability ratio may fall below 1")
     clip_high: float = Field(0.28, ge=0.0, description="how far a probability ratio may rise above 1")
@@ -146,7 +160,9 @@ class NodeSettings(Section):
     ahead: int = Field(2, ge=1, description="batches of orders kept open")
     max_staleness: int = Field(8, ge=0, description="oldest own group, in policy steps, that still trains")
     order_seconds: float = Field(120.0, gt=0, description="seconds until an unanswered order is placed anew")
-    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
+    checkpoint_every: int = Field(
+        1, ge=1, description="rounds between checkpoints, at most 50 unless `update.rollback_after` is 0"
+    )
     policies_kept: int = Field(8, ge=2, description="policy files kept, besides those that evaluations need")
     sampling: SamplingSettings = SamplingSettings()
     mix: MixSettings = MixSettings()
@@ -154,6 +170,11 @@ class NodeSettings(Section):
     reward: RewardSettings = RewardSettings()
     update: UpdateSettings = UpdateSettings()
     evaluate: EvaluateSettings = EvaluateSettings()
+
+    @property
+    def durable_every(self) -> int:
+        """Rounds between checkpoints: no more than a rollback may cost (about twice over) where there can be one."""
+        return min(self.checkpoint_every, ROLLBACK_REACH) if self.update.rollback_after else self.checkpoint_every
 
 
 class GeneratorSettings(Section):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 PREFIX = "GRAPEVINE_"
 
+# A token's clip is hundreds of times wider than a sequence's (arXiv 2507.18071, section 5.1).
+GSPO_CLIP = 0.05
+
 # Variables of ours that are no settings: what they decide is needed before settings are read, or wherever code runs.
 OTHER_VARIABLES = {
     "GRAPEVINE_CACHE": "where the starter model is kept; default ~/.cache/grapevine",
@@ -69,7 +72,7 @@ def _within(node: NodeSettings) -> Iterable[tuple[tuple[str, ...], str]]:
     if node.mix.swarm and not node.mix.tags:
         yield (
             ("mix.swarm", "mix.tags"),
-            f"setting {{1}} names no tag to draw, but {{0}} asks for {node.mix.swarm} groups; "
+            f"setting {{1}} names no tag to draw, but {{0}} is {node.mix.swarm}; "
             "set {0}=0, or give tags such as [hard, mixed, easy]",
         )
     if node.learner == "none" and (node.share.fraction == 0 or not node.share.tags):
@@ -85,12 +88,56 @@ def _within(node: NodeSettings) -> Iterable[tuple[tuple[str, ...], str]]:
             ("reward.accuracy", "reward.format", "reward.length"),
             "settings {0}, {1} and {2} are all 0, so no answer is better than another; set one of them, usually {0}=1",
         )
+    yield from _within_learning(node)
     if node.max_staleness < node.ahead - 1:
         yield (
             ("max_staleness", "ahead"),
             f"setting {{1}}={node.ahead} orders groups that are up to {node.ahead - 1} steps old when their turn comes, "
             f"and {{0}}={node.max_staleness} would throw them away; set {{0}} to at least {node.ahead - 1}, "
             f"or {{1}} to at most {node.max_staleness + 1}",
+        )
+
+
+def _within_learning(node: NodeSettings) -> Iterable[tuple[tuple[str, ...], str]]:
+    """Contradictions of the mix and the update."""
+    mix, update = node.mix, node.update
+    if idle := [tag for tag in mix.weights if tag not in mix.tags]:
+        yield (
+            ("mix.weights", "mix.tags"),
+            f"setting {{0}} weighs {idle[0]}, which {{1}} does not draw; add it there, or take the weight out",
+        )
+    if mix.own_filter == "refill" and mix.refill_most < 2:
+        yield (
+            ("mix.own_filter", "mix.refill_most"),
+            "setting {0} is refill and {1}=1 leaves no room for it; set {1} to at least 2, or {0}=drop",
+        )
+    if node.learner == "none" and mix.own_filter == "refill":
+        yield (
+            ("learner", "mix.own_filter"),
+            "setting {0} is none and {1} is refill, which generates more for training that never comes; set {1}=none",
+        )
+    if update.warmup_rounds >= node.rounds:
+        yield (
+            ("update.warmup_rounds", "rounds"),
+            f"setting {{0}}={update.warmup_rounds} is no shorter than {{1}}={node.rounds}, so the learning rate never "
+            "reaches its height; lower {0}",
+        )
+    if update.skip_grad_norm <= update.max_grad_norm:
+        yield (
+            ("update.skip_grad_norm", "update.max_grad_norm"),
+            f"setting {{0}}={update.skip_grad_norm:g} skips gradients that {{1}}={update.max_grad_norm:g} would shorten; "
+            "set {0} well above {1}",
+        )
+    if update.objective == "gspo" and update.clip_high > GSPO_CLIP and update.epochs * update.minibatches > 1:
+        yield (
+            ("update.objective", "update.clip_low", "update.clip_high"),
+            f"setting {{0}} is gspo, whose ratio of whole sequences never moves as far as {{2}}={update.clip_high:g}; "
+            "set {1}=3e-4 and {2}=4e-4",
+        )
+    if update.lora.rank and not update.lora.targets:
+        yield (
+            ("update.lora.rank", "update.lora.targets"),
+            f"setting {{0}}={update.lora.rank} asks for adapters and {{1}} names no module; name some, or set {{0}}=0",
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+DISTINCT_WIDTHS = 256
+
 
 # Compared by identity, so that a round can file what it measured under the sample.
 @dataclass(frozen=True, eq=False)
@@ -34,6 +36,9 @@ def cuts(widths: list[int], overhead: int) -> list[int]:
     """
     if not widths:
         return []
+    # Many lengths that hardly differ are not worth telling apart, and the search would take their number squared.
+    step = max(1, widths[-1] // DISTINCT_WIDTHS)
+    widths = [-(-width // step) * step for width in widths]
     ends = [i for i in range(1, len(widths)) if widths[i] != widths[i - 1]] + [len(widths)]
     cost, before = [0.0], [0]
     for j, end in enumerate(ends, 1):

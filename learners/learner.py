@@ -35,7 +35,7 @@ from learners.capability import capabilities
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints, LearnerState, Tensors
 from learners.heldout import HeldOut
 from learners.journal import Journal, read
-from learners.mix import OwnBatch, Sample, draw_swarm, own_batch, own_samples, swarm_samples, to_refill
+from learners.mix import OwnBatch, Sample, draw_swarm, filled, own_batch, own_samples, swarm_samples, to_refill
 from learners.orders import Account, Arrived
 from learners.record import rollout_records, rollouts_due, round_record
 from learners.rollback import Restorable, Rollback
@@ -264,9 +264,7 @@ class Learner:
         drawn = self._draw(round, wanted)
         missing = wanted - len(drawn)
         if node.mix.fill and missing:
-            taken = {one.number for one in own.groups}
-            spare = [one for one in self._fresh() if one.number not in taken][:missing]
-            own = OwnBatch(own.groups + spare, own.trained + spare)
+            own = filled(own, self._fresh(), missing, node)
         drawn_at = time.monotonic()
 
         texts = [tasks.build(one.group.question).text for one in own.groups]
@@ -342,7 +340,7 @@ class Learner:
         self._heldout.begin_if_due(round, self._policy)
 
     def _durable(self, round: int) -> bool:
-        return round % self._node.checkpoint_every == 0 or round == self._node.rounds
+        return round % self._node.durable_every == 0 or round == self._node.rounds
 
     def _publish(self, durable: bool) -> Policy:
         """Write the weights once: as a checkpoint when it is to be durable, and as the policy's file."""

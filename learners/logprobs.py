@@ -22,8 +22,6 @@ from transformers import DynamicCache
 from learners.batches import Encoded, cuts
 from learners.chunks import ChunkedLogprobs
 
-__all__ = ["CompletionLogprobs", "Encoded"]
-
 log = structlog.get_logger()
 
 # Logits up to this many numbers are kept for the backward pass: making them again would cost more than their memory.
@@ -240,7 +238,7 @@ class CompletionLogprobs:
             log.debug("prompts are not shared: the model's log-probabilities would change")
             self._shares = False
         if self._uses_backbone and not self._agrees(self._hidden, batch, targets, own):
-            log.debug("the model's own forward pass is used: it does more than apply its head")
+            log.warning("the model's own forward pass is used, which holds all logits: it does more than apply its head")
             self._uses_backbone = self._shares = False
         self._autocast = autocast
 

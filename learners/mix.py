@@ -66,7 +66,7 @@ def own_batch(arrived: list[Arrived], settings: NodeSettings) -> OwnBatch | None
     groups, trained = [], []
     for one in arrived:
         groups.append(one)
-        if mix.own_filter == "none" or is_informative(rewards(one.group.components, settings.reward)):
+        if _passes(one, settings):
             trained.append(one)
         if mix.own_filter == "refill":
             complete = len(trained) == mix.own or len(groups) == mix.own * mix.refill_most
@@ -75,6 +75,18 @@ def own_batch(arrived: list[Arrived], settings: NodeSettings) -> OwnBatch | None
         if complete:
             return OwnBatch(groups, trained)
     return None
+
+
+def filled(batch: OwnBatch, arrived: list[Arrived], missing: int, settings: NodeSettings) -> OwnBatch:
+    """The batch with up to `missing` further own groups of those that arrived; the own filter holds for them, too."""
+    taken = {one.number for one in batch.groups}
+    spare = [one for one in arrived if one.number not in taken][:missing]
+    trained = [one for one in spare if _passes(one, settings)]
+    return OwnBatch(batch.groups + spare, batch.trained + trained)
+
+
+def _passes(one: Arrived, settings: NodeSettings) -> bool:
+    return settings.mix.own_filter == "none" or is_informative(rewards(one.group.components, settings.reward))
 
 
 def to_refill(arrived: list[Arrived], settings: NodeSettings) -> int:
@@ -141,12 +153,16 @@ def swarm_samples(group: SwarmGroup, settings: NodeSettings, capability: float =
     """
     correction = settings.update.correction
     factor = capability if correction == "hacpo" else 1.0
+    pairs = list(zip(group.completions, _advantages(group.components, settings), strict=True))
+    if len(pairs) > settings.group_size:
+        # A group counts as one of ours, however many completions its author packs into it.
+        pairs = Random(group.order_id).sample(pairs, settings.group_size)
     return [
         Sample(
             group.question_text, c.text, c.finish_reason == "stop", factor * advantage, None, None,
             foreign=True, sender_logprob=c.logprob,
         )
-        for c, advantage in zip(group.completions, _advantages(group.components, settings), strict=True)
+        for c, advantage in pairs
         if advantage > 0 or (advantage < 0 and correction != "successes")
     ]  # fmt: skip
 

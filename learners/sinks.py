@@ -103,6 +103,10 @@ _FIGURES = {
     "grad_norm": "update/grad_norm",
     "sampler_gap": "update/sampler_gap",
     "skipped": "update/skipped",
+    "rolled_back": "update/rolled_back",
+    "steps": "update/steps",
+    "learning_rate": "update/learning_rate",
+    "kl": "update/kl",
 }
 
 
@@ -127,6 +131,8 @@ def scalars(kind: Kind, record: dict[str, Any]) -> dict[str, float]:
     found = {name: record[key] for key, name in _FIGURES.items() if record.get(key) is not None}
     found["mix/own_groups"] = len(record["own_ids"])
     found["mix/swarm_groups"] = len(record["swarm_ids"])
+    if "auto" in record:
+        found |= {f"mix/auto_{key}": record["auto"][key] for key in ("swarm", "informative", "strength", "falling")}
     if record.get("swarm_rewards"):
         found["reward/swarm"] = fmean(record["swarm_rewards"])
     for side in ("own", "swarm"):

@@ -1,6 +1,6 @@
-"""One round's update of a policy: encode, forward, loss, steps. The part of a learner that holds a model.
+"""One round's update of a policy: encode, measure, step. The part of a learner that holds a model.
 
-Guarantees: the end-of-sequence token of a finished completion carries gradient; a step whose loss or gradient is not finite
+Guarantees: a step whose loss or gradient is not finite
 or is exploding leaves weights and optimizer as they were, and is counted; everything a round draws or looks up by number
 derives from the count of updates, which is saved with the optimizer, so that a resumed run goes on exactly; nothing is
 pickled.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import structlog
@@ -22,45 +22,27 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
-from common.adapters import Adapter
-from common.chat import completion_ids, load_tokenizer, prompt_ids
+from common.adapters import Adapter, adapter_of
+from common.chat import load_tokenizer
 from common.sections import NodeSettings
 from common.settings import SettingsError
+from learners.batches import Encoded
 from learners.checkpoint import WEIGHTS_FILE
-from learners.logprobs import CompletionLogprobs, Encoded
+from learners.encode import Encoder
+from learners.logprobs import CompletionLogprobs
 from learners.lora import adapters_off, add_adapters
+from learners.loss import Measured, PolicyLoss, Tally, Totals
 from learners.mix import Sample
-from learners.objectives import (
-    OBJECTIVES,
-    hacpo,
-    kl_penalty,
-    likelihood_weights,
-    luffy,
-    token_weights,
-    truncated_importance,
-)
 from learners.schedule import learning_rate
-
-__all__ = ["OPTIMIZER_FILE", "Encoded", "PolicyTrainer", "Totals"]
 
 log = structlog.get_logger()
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 UPDATES_KEY = "updates"
 BETAS = (0.9, 0.99)
-
-# Log-probabilities of completions, [tokens] each.
-Measured = dict[Encoded, Tensor]
-
-
-class Totals(NamedTuple):
-    """Of a whole minibatch, samples without signal included: what its means are taken over."""
-
-    tokens: int
-    samples: int
+MANY_POSITIONS = 2**20  # of models that set no limit
 
 
 @dataclass
@@ -70,10 +52,7 @@ class _Round:
     losses: list[float]
     norms: list[float]
     skipped: int
-    gap: Tensor
-    gaps: int
-    divergence: Tensor
-    divergences: int
+    tally: Tally
 
 
 class PolicyTrainer:
@@ -89,7 +68,6 @@ class PolicyTrainer:
         update = settings.update
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._autocast = torch.bfloat16 if update.dtype == "bfloat16" else None
-        self._tokenizer = load_tokenizer(model)
         # A base that is not trained need not be more exact than its forward pass.
         frozen = torch.bfloat16 if update.lora.rank and self._autocast else torch.float32
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=frozen)
@@ -102,14 +80,17 @@ class PolicyTrainer:
         self.model.eval()
         if update.gradient_checkpointing:
             _checkpoint_activations(self.model)
-        self._vocabulary: int = self.model.get_input_embeddings().num_embeddings
         self._parameters: dict[str, Parameter] = parameters or dict(self.model.named_parameters())
         self._optimizer = torch.optim.AdamW(
             self._parameters.values(), lr=update.learning_rate, betas=BETAS, weight_decay=update.weight_decay, fused=True
         )
         self._updates = 0
         self.logprobs = self._logprobs_of(self.model, not update.gradient_checkpointing)
+        self._loss = PolicyLoss(settings, self.logprobs, self._device)
         self._reference: CompletionLogprobs | None = None
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or MANY_POSITIONS
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        self.encode = Encoder(load_tokenizer(model), vocabulary, positions, settings)
 
     def update(self, own: list[Sample], swarm: list[Sample]) -> dict[str, float]:
         """A round: `epochs` passes over all samples, `minibatches` optimizer steps each.
@@ -119,8 +100,7 @@ class PolicyTrainer:
         of the round.
         """
         settings = self._settings.update
-        prompts: dict[str, list[int]] = {}
-        encoded = [self._encode(sample, prompts) for sample in [*own, *swarm]]
+        encoded = self.encode.all([*own, *swarm])
         rate = learning_rate(settings, self._updates + 1, self._settings.rounds)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -130,7 +110,9 @@ class PolicyTrainer:
         # With one step the policy at the start of the round is the one that the step computes anyway.
         old = self._measure(self.logprobs, computed) if len(steps) > 1 else {}
         reference = self._measure_reference(computed) if settings.kl else {}
-        done = _Round([], [], 0, torch.zeros((), device=self._device), 0, torch.zeros((), device=self._device), 0)
+        nothing = torch.zeros((), device=self._device)
+        tally = Tally(nothing.clone(), 0, nothing.clone(), 0)
+        done = _Round([], [], 0, tally)
         for step in steps:
             self._step(step, old, reference, done)
         return {
@@ -138,8 +120,8 @@ class PolicyTrainer:
             "tokens_swarm": float(sum(len(sample.completion) for sample in encoded[len(own) :])),
             "loss": fmean(done.losses) if done.losses else 0.0,
             "grad_norm": fmean(done.norms) if done.norms else 0.0,
-            "sampler_gap": _mean(done.gap, done.gaps),
-            **({"kl": _mean(done.divergence, done.divergences)} if settings.kl else {}),
+            "sampler_gap": _mean(tally.gap, tally.gaps),
+            **({"kl": _mean(tally.divergence, tally.divergences)} if settings.kl else {}),
             "learning_rate": rate,
             "steps": float(len(done.losses)),
             "skipped": float(done.skipped),
@@ -185,7 +167,7 @@ class PolicyTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), device=self._device)
         for batch in self.logprobs.micro_batches(computed, settings.microbatch_tokens):
-            part = self._loss(batch, old, reference, totals, done)
+            part = self._loss(batch, old, reference, totals, done.tally)
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
@@ -204,64 +186,6 @@ class PolicyTrainer:
 
     def _is_computed(self, sample: Encoded) -> bool:
         return bool(sample.completion) and (sample.advantage != 0 or self._settings.update.kl > 0)
-
-    def _loss(
-        self, batch: Sequence[Encoded], old: Measured, reference: Measured, totals: Totals, done: _Round | None
-    ) -> Tensor:
-        """The share that a micro-batch has in its minibatch's loss."""
-        settings = self._settings.update
-        logprobs, mask = self.logprobs(batch)
-        before = _padded(old, batch) if old else logprobs.detach()
-        lengths = mask.sum(1)
-        most = self._settings.sampling.max_new_tokens
-        per_token = token_weights(settings.objective, lengths, totals.tokens, totals.samples, most).unsqueeze(1)
-        losses = self._losses(batch, logprobs, before, mask) * self._importance(batch, before, mask, done)
-        if settings.kl:
-            divergence = kl_penalty(logprobs, _padded(reference, batch), before) * mask
-            losses = losses + settings.kl * divergence
-            if done is not None:
-                done.divergence += divergence.detach().sum()
-                done.divergences += sum(len(sample.completion) for sample in batch)
-        return (losses * per_token).sum()
-
-    def _losses(self, batch: Sequence[Encoded], logprobs: Tensor, before: Tensor, mask: Tensor) -> Tensor:
-        """[samples, tokens]: the node's objective, and its correction for what others wrote."""
-        settings = self._settings.update
-        advantages = torch.tensor([sample.advantage for sample in batch], device=self._device)
-        corrected = settings.correction in ("hacpo", "luffy")
-        foreign = [corrected and sample.foreign for sample in batch]
-        if not all(foreign):
-            clips = settings.clip_low, settings.clip_high
-            losses = OBJECTIVES[settings.objective](logprobs, before, advantages, mask, *clips)
-            if not any(foreign):
-                return losses
-        if settings.correction == "hacpo":
-            told = [torch.nan if sample.sender is None else sample.sender for sample in batch]
-            others = hacpo(logprobs, before, advantages, mask, torch.tensor(told, device=self._device))
-        else:
-            others = luffy(logprobs, advantages, mask)
-        if all(foreign):
-            return others
-        return torch.where(torch.tensor(foreign, device=self._device).unsqueeze(1), others, losses)
-
-    def _importance(self, batch: Sequence[Encoded], before: Tensor, mask: Tensor, done: _Round | None) -> Tensor:
-        """[samples, tokens]: what own tokens count by their sampler, and foreign ones by their likelihood."""
-        settings = self._settings.update
-        weights = torch.ones_like(before)
-        if any(sample.sampled is not None for sample in batch):
-            given = [torch.tensor(sample.sampled or [torch.nan] * len(sample.completion)) for sample in batch]
-            sampled = pad_sequence(given, batch_first=True, padding_value=torch.nan).to(self._device)
-            known = ~torch.isnan(sampled)
-            sampled = torch.where(known, sampled, before)
-            weights = truncated_importance(before, sampled, settings.importance_cap)
-            if done is not None:
-                done.gap += (before - sampled).abs().sum()
-                done.gaps += sum(len(sample.sampled) for sample in batch if sample.sampled is not None)
-        if settings.likelihood_weight and any(sample.foreign for sample in batch):
-            foreign = torch.tensor([sample.foreign for sample in batch], device=self._device)
-            likely = likelihood_weights(before, mask, settings.likelihood_weight)
-            weights = weights * torch.where(foreign, likely, 1.0).unsqueeze(1)
-        return weights
 
     # --- log-probabilities beside the gradient's ---
 
@@ -287,29 +211,6 @@ class PolicyTrainer:
             self._reference = self._logprobs_of(loaded.to(self._device).eval().requires_grad_(False), True)
         return self._measure(self._reference, samples)
 
-    # --- samples ---
-
-    def _encode(self, sample: Sample, prompts: dict[str, list[int]] | None = None) -> Encoded:
-        """A sample as tokens. `prompts` keeps those of questions that come again."""
-        prompts = {} if prompts is None else prompts
-        if sample.question not in prompts:
-            prompts[sample.question] = prompt_ids(self._tokenizer, sample.question)
-        prompt = prompts[sample.question]
-        if sample.token_ids is not None:
-            completion = np.frombuffer(sample.token_ids, "<i4").tolist()
-            if max(completion, default=0) >= self._vocabulary:
-                # Only a generator with another model writes these; they must not end the learner.
-                log.error("completion left out: it holds a token this model does not know", token=max(completion))
-                return Encoded(prompt, [], None, 0.0, sample.foreign)
-            sampled = None if sample.logprobs is None else np.frombuffer(sample.logprobs, "<f4").tolist()
-            return Encoded(prompt, completion, sampled, sample.advantage, sample.foreign, sample.sender_logprob)
-        completion = completion_ids(self._tokenizer, sample.text, sample.finished)
-        # Another tokenizer may have needed fewer tokens for the same text; what we could not have written is cut.
-        kept = completion[: self._settings.sampling.max_new_tokens]
-        # What the sender says of all of it does not hold for a part.
-        sender = sample.sender_logprob if len(kept) == len(completion) else None
-        return Encoded(prompt, kept, None, sample.advantage, sample.foreign, sender)
-
     # --- on disk ---
 
     def save(self, folder: Path) -> None:
@@ -327,6 +228,9 @@ class PolicyTrainer:
         weights, state = load_file(folder / WEIGHTS_FILE), load_file(folder / OPTIMIZER_FILE)
         odd = sorted(weights.keys() ^ self._parameters.keys())
         odd = odd or [name for name, parameter in self._parameters.items() if weights[name].shape != parameter.shape]
+        written = adapter_of(folder / WEIGHTS_FILE)
+        if not odd and written is not None and self._adapter is not None and written.scale != self._adapter.scale:
+            odd = ["node.update.lora.alpha"]
         if odd:
             raise SettingsError(
                 f"the checkpoint {folder} does not fit node.model and node.update.lora: {', '.join(odd[:3])} differ; "
@@ -357,11 +261,6 @@ def _mean(total: Tensor, count: int) -> float:
     """0 without any, and where a skipped step left no number."""
     value = total.item() / max(count, 1)
     return value if np.isfinite(value) else 0.0
-
-
-def _padded(measured: Measured, batch: Sequence[Encoded]) -> Tensor:
-    """[samples, longest], 0 after the last token of each."""
-    return pad_sequence([measured[sample] for sample in batch], batch_first=True)
 
 
 def _checkpoint_activations(model: Any) -> None:

@@ -75,7 +75,7 @@ def sentence(said: tuple[int | str | None, str], code: int = 2) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["node.mix.tags=[]"], ["setting node.mix.tags names no tag", "node.mix.swarm asks for 8", "set node.mix.swarm=0"]),
+        (["node.mix.tags=[]"], ["setting node.mix.tags names no tag", "node.mix.swarm is 8", "set node.mix.swarm=0"]),
         (["node.learner=none", "node.share.fraction=0"], ["node.learner is none and node.share.fraction is 0"]),
         (
             ["nodes={a: {learner: none}, b: null}", "node.share.tags=[]"],
@@ -84,6 +84,21 @@ def sentence(said: tuple[int | str | None, str], code: int = 2) -> str:
         (["node.reward.accuracy=0"], ["node.reward.accuracy, node.reward.format and node.reward.length are all 0"]),
         (["node.max_staleness=0"], ["node.ahead=2", "node.max_staleness to at least 1, or node.ahead to at most 1"]),
         (["nodes={a: {ahead: 12}}"], ["setting nodes.a.ahead=12", "node.max_staleness to at least 11"]),
+        (["node.mix.swarm=-3"], ["setting node.mix.swarm: a whole number of groups, 0 or more, or auto (got -3)"]),
+        (["node.mix.swarm=Auto"], ["setting node.mix.swarm: a whole number of groups, 0 or more, or auto (got 'Auto')"]),
+        (
+            ["node.mix.weights={easy: 2}", "node.mix.tags=[hard]"],
+            ["node.mix.weights weighs easy, which node.mix.tags does not"],
+        ),
+        (["node.mix.own_filter=refill", "node.mix.refill_most=1"], ["set node.mix.refill_most to at least 2"]),
+        (["node.learner=none", "node.mix.own_filter=refill"], ["generates more for training that never comes"]),
+        (["node.update.warmup_rounds=200"], ["node.update.warmup_rounds=200 is no shorter than node.rounds=200"]),
+        (
+            ["node.update.skip_grad_norm=1"],
+            ["node.update.skip_grad_norm=1 skips gradients that node.update.max_grad_norm=1"],
+        ),
+        (["node.update={objective: gspo, epochs: 2}"], ["set node.update.clip_low=3e-4 and node.update.clip_high=4e-4"]),
+        (["node.update.lora={rank: 4, targets: []}"], ["node.update.lora.targets names no module"]),
         (["generators.target=node-9"], ["generators.target: node-9 is none of the nodes; did you mean node-"]),
         (["generators.target=elsewhere"], ["nodes are node-0, node-1, node-2, node-3", "generators.target=auto"]),
         (["nodes={auto: null}"], ["no node can be called auto"]),

@@ -13,8 +13,9 @@ from common.messages import Completion, Sampling, Version
 from common.sections import NodeSettings
 from generators.engines.base import PolicyUnusable, Request
 from generators.engines.transformers import TransformersEngine
+from learners.batches import Encoded
 from learners.mix import Sample
-from learners.update import Encoded, PolicyTrainer
+from learners.update import PolicyTrainer
 from tests.conftest import make_tiny_model
 
 QUESTIONS = [
@@ -43,7 +44,7 @@ def trainer_for(model: Path, temperature: float = 1.0, **update: float) -> Polic
 
 
 def encoded(trainer: PolicyTrainer, request: Request, completion: Completion, advantage: float = 1.0) -> Encoded:
-    return trainer._encode(
+    return trainer.encode(
         Sample(request.question, completion.text, True, advantage, completion.token_ids, completion.logprobs)
     )
 

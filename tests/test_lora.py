@@ -66,7 +66,7 @@ def samples(found: list[tuple[str, Completion]]) -> list[Sample]:
 
 def gap(trainer: PolicyTrainer, engine: TransformersEngine) -> float:
     """Between what the engine says of its tokens and what the learner says of them."""
-    encoded = [trainer._encode(sample) for sample in samples(rollouts(engine))]
+    encoded = [trainer.encode(sample) for sample in samples(rollouts(engine))]
     with torch.no_grad():
         logprobs, mask = trainer.logprobs(encoded)
     gaps = [
@@ -219,7 +219,7 @@ def test_the_divergence_is_to_the_base_also_after_a_resume(tiny_model: Path, tmp
     trainer.save(tmp_path)
     resumed = trainer_for(tiny_model, kl=0.01, lora=lora, learning_rate=0.003)
     resumed.load(tmp_path)
-    encoded = [resumed._encode(sample) for sample in batch]
+    encoded = [resumed.encode(sample) for sample in batch]
     plain = trainer_for(tiny_model, lora={})
     for sample, ours in resumed._measure_reference(encoded).items():
         with torch.no_grad():
@@ -235,7 +235,7 @@ def test_gradient_checkpointing_changes_nothing(tiny_model: Path) -> None:
         layer = again.model.model.layers[0].mlp
         layer.register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
         figures = [trainer.update(batch, []) for trainer in (plain, again)]
-        assert len(calls) >= 2 * len(again.logprobs.micro_batches([again._encode(s) for s in batch], 10**6))
+        assert len(calls) >= 2 * len(again.logprobs.micro_batches([again.encode(s) for s in batch], 10**6))
         assert figures[0] == pytest.approx(figures[1], rel=1e-4, abs=1e-6)
         for ours, theirs in zip(plain._parameters.values(), again._parameters.values(), strict=True):
             assert ours.grad is not None and theirs.grad is not None

@@ -114,9 +114,10 @@ def scored_groups(draw: Any) -> ScoredGroup:
 def swarm_groups(draw: Any) -> SwarmGroup:
     shared = st.builds(SharedCompletion, text=texts, tokens=counts, logprob=st.none() | logprobs, finish_reason=finishes)
     group = draw(st.lists(shared, min_size=1, max_size=3))
+    author = draw(names)
     return SwarmGroup(
-        order_id=f"a/{draw(counts) % 10**9}",
-        author=draw(names),
+        order_id=f"{author}/{draw(counts) % 10**9}",
+        author=author,
         question=draw(questions),
         question_text=draw(texts.filter(bool)),
         completions=group,

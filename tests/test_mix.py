@@ -131,7 +131,7 @@ def test_refilled_groups_are_counted_and_the_books_agree(tmp_path: Path, server:
 
 def test_tags_are_drawn_by_their_weights(tmp_path: Path, server: EmbeddedServer) -> None:
     """The tag that weighs most comes first as long as its author has groups under it."""
-    mix = {"own": 8, "swarm": 4, "tags": ["failed", "mixed", "solved"], "weights": {"mixed": 1e9}}
+    mix = {"own": 8, "swarm": 4, "tags": ["failed", "mixed", "solved"], "weights": {"mixed": 1e6}}
     site = Site(tmp_path, server.url, "weights", mix=mix, ahead=1)
     reader, other = site.learners
     for _ in range(4):

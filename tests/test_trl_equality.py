@@ -14,7 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common.sections import NodeSettings
 from learners import logprobs as logprobs_file
-from learners.update import Encoded, PolicyTrainer, Totals
+from learners.batches import Encoded
+from learners.loss import Totals
+from learners.update import PolicyTrainer
 
 trl = pytest.importorskip("trl", reason="needs TRL, the peer that the losses are held against (extra `dev`)")
 

@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
+from common.chat import load_tokenizer
 from common.messages import Completion, ScoredGroup, SharedCompletion, Span, SwarmGroup, Version
 from common.sections import NodeSettings, RewardSettings, UpdateSettings
 from common.tasks import Components, Question
 from learners.advantages import SPREAD_FLOOR, group_advantages, rewards
+from learners.batches import Encoded
 from learners.checkpoint import WEIGHTS_FILE
 from learners.mix import Sample, own_samples, swarm_samples
 from learners.objectives import OBJECTIVES, hacpo, luffy
 from learners.schedule import learning_rate
-from learners.update import BETAS, OPTIMIZER_FILE, Encoded, PolicyTrainer
+from learners.update import BETAS, OPTIMIZER_FILE, PolicyTrainer
 
 QUESTIONS = ("How many 1 bits are there in 9?", "2", "Simplify the fraction 8/12 to its lowest terms.")
 ANSWERS = ("<answer>7</answer>", "1", "Let me see: 12, 14 and 5. <answer>2/3</answer>", "<answer>0", "no")
@@ -106,8 +108,8 @@ def own_batch(trainer: PolicyTrainer) -> list[Sample]:
     chance = np.random.default_rng(3)
     samples = []
     for sample in swarm_batch():
-        ids = trainer._encode(sample).completion
-        near = measured(trainer, [trainer._encode(sample)])[0] + chance.normal(scale=0.3, size=len(ids))
+        ids = trainer.encode(sample).completion
+        near = measured(trainer, [trainer.encode(sample)])[0] + chance.normal(scale=0.3, size=len(ids))
         samples.append(
             Sample(sample.question, sample.text, sample.finished, sample.advantage, np.array(ids, "<i4").tobytes(),
                    near.astype("<f4").tobytes())
@@ -141,7 +143,7 @@ def test_gradient_is_that_of_the_loss_written_out(tiny_model: Path) -> None:
     trainer = trainer_for(tiny_model, learning_rate=0.0, importance_cap=1.2)
     own, swarm = own_batch(trainer)[:4], swarm_batch()[4:8]
     figures = trainer.update(own, swarm)
-    encoded = [trainer._encode(sample) for sample in [*own, *swarm]]
+    encoded = [trainer.encode(sample) for sample in [*own, *swarm]]
     tokens = sum(len(sample.completion) for sample in encoded)
     assert figures["tokens_own"] + figures["tokens_swarm"] == tokens
 
@@ -166,9 +168,9 @@ def test_gradient_is_that_of_the_loss_written_out(tiny_model: Path) -> None:
 
 def test_the_end_token_carries_gradient(tiny_model: Path) -> None:
     trainer = trainer_for(tiny_model, learning_rate=0.05)
-    end = trainer._tokenizer.eos_token_id
+    end = load_tokenizer(str(tiny_model)).eos_token_id
     finished = Sample(QUESTIONS[0], "", True, 1.0, None, None)
-    encoded = trainer._encode(finished)
+    encoded = trainer.encode(finished)
     assert encoded.completion == [end]
     (before,) = measured(trainer, [encoded])
     assert trainer.update([], [finished])["grad_norm"] > 0
@@ -180,7 +182,7 @@ def test_the_end_token_carries_gradient(tiny_model: Path) -> None:
 
 def test_the_batch_changes_nothing(tiny_model: Path) -> None:
     one, many = (trainer_for(tiny_model, learning_rate=0.0, microbatch_tokens=limit) for limit in (10**6, 1))
-    encoded = [one._encode(sample) for sample in own_batch(one)]
+    encoded = [one.encode(sample) for sample in own_batch(one)]
     assert len(one.logprobs.micro_batches(encoded, 10**6)) < 3
     assert len(many.logprobs.micro_batches(encoded, 1)) == len(encoded)
     alone = [measured(one, [sample])[0] for sample in encoded]
@@ -197,7 +199,7 @@ def test_the_batch_changes_nothing(tiny_model: Path) -> None:
 
 def test_micro_batches_keep_the_budget(tiny_model: Path) -> None:
     trainer = trainer_for(tiny_model)
-    encoded = [trainer._encode(sample) for sample in swarm_batch()]
+    encoded = [trainer.encode(sample) for sample in swarm_batch()]
     batches = trainer.logprobs.micro_batches(encoded, 120)
     assert sorted(map(id, encoded)) == sorted(id(sample) for batch in batches for sample in batch)
     assert all(len(batch) == 1 or len(batch) * max(map(len, batch)) <= 120 for batch in batches)
@@ -274,7 +276,7 @@ def test_learning_raises_what_was_good_and_lowers_what_was_bad(tiny_model: Path)
     trainer = trainer_for(tiny_model, learning_rate=2e-3)
     good, bad = ("<answer>7</answer>", "<answer>9</answer>")
     own = [Sample(QUESTIONS[0], good, True, 1.0, None, None), Sample(QUESTIONS[0], bad, True, -1.0, None, None)]
-    encoded = [trainer._encode(sample) for sample in own]
+    encoded = [trainer.encode(sample) for sample in own]
     before = [values.sum() for values in measured(trainer, encoded)]
     for _ in range(5):
         trainer.update([], own)
@@ -332,7 +334,7 @@ def test_epochs_and_minibatches_are_the_loop_written_out(tiny_model: Path, objec
 
     losses = []
     for _ in range(2):  # rounds
-        encoded = [trainer._encode(sample) for sample in [*own, *swarm]]
+        encoded = [trainer.encode(sample) for sample in [*own, *swarm]]
         steps = trainer._steps(encoded)
         assert len(steps) == 6
         for epoch in (steps[:3], steps[3:]):
@@ -357,11 +359,10 @@ def test_epochs_and_minibatches_are_the_loop_written_out(tiny_model: Path, objec
             optimizer.step()
             expected.append(total.item())
         # `_steps` above did not count as an update: the trainer splits the same way.
-        real = trainer._encode
-        waiting = iter(encoded)
-        trainer._encode = lambda *_, waiting=waiting: next(waiting)  # type: ignore[method-assign]
+        real = trainer.encode.all
+        trainer.encode.all = lambda _, encoded=encoded: encoded  # type: ignore[method-assign]
         losses.append((trainer.update(own, swarm)["loss"], float(np.mean(expected))))
-        trainer._encode = real  # type: ignore[method-assign]
+        trainer.encode.all = real  # type: ignore[method-assign]
     for ours, theirs in losses:
         assert ours == pytest.approx(theirs, abs=1e-5)
     for name, parameter in weights(plain).items():
@@ -413,7 +414,7 @@ def test_what_others_wrote_gets_its_correction_and_own_rows_do_not(tiny_model: P
     trainer.update(own, foreign)
     found = gradients(trainer)
     trainer.model.zero_grad(set_to_none=True)
-    encoded = [trainer._encode(sample) for sample in [*own, *foreign]]
+    encoded = [trainer.encode(sample) for sample in [*own, *foreign]]
     tokens = sum(len(sample.completion) for sample in encoded)
     total = torch.zeros(())
     for sample in encoded:
@@ -439,7 +440,7 @@ def test_the_losss_own_method_is_what_a_step_minimises(tiny_model: Path) -> None
     figures = trainer.update(own, [])
     found = gradients(trainer)
     trainer.model.zero_grad(set_to_none=True)
-    loss = trainer.loss([trainer._encode(sample) for sample in own])
+    loss = trainer.loss([trainer.encode(sample) for sample in own])
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == pytest.approx(figures["loss"], abs=1e-6)
     for name, gradient in gradients(trainer).items():
@@ -449,9 +450,25 @@ def test_the_losss_own_method_is_what_a_step_minimises(tiny_model: Path) -> None
 def test_a_cut_text_keeps_no_word_of_its_sender(tiny_model: Path) -> None:
     trainer = trainer_for(tiny_model)
     long = Sample(QUESTIONS[0], "12 " * 100, True, 1.0, None, None, True, -5.0)
-    assert len(trainer._encode(long).completion) == 64
-    assert trainer._encode(long).sender is None
-    assert trainer._encode(replace(long, text="12")).sender == -5.0
+    assert len(trainer.encode(long).completion) == 64
+    assert trainer.encode(long).sender is None
+    assert trainer.encode(replace(long, text="12")).sender == -5.0
+
+
+def test_what_a_model_cannot_read_is_left_out(tiny_model: Path) -> None:
+    """A stranger's question of any length neither ends the learner nor takes its memory."""
+    trainer = trainer_for(tiny_model)
+    good = Sample(QUESTIONS[0], "12", True, 1.0, None, None, foreign=True)
+    for bad in (
+        replace(good, question="7 " * 600),  # past the model's positions
+        replace(good, question="7 " * 16_000),
+        Sample(QUESTIONS[0], "12", True, 1.0, (10**6).to_bytes(4, "little"), b"\0\0\0\0"),
+    ):
+        assert trainer.encode(bad).completion == []
+        figures = trainer.update([], [bad, good])
+        assert figures["skipped"] == 0 and figures["grad_norm"] > 0
+    endless = replace(good, text="9" * 10**7)
+    assert len(trainer.encode(endless).completion) == 64
 
 
 def test_a_silent_sample_is_held_near_the_base_where_that_is_wanted(tiny_model: Path) -> None:

@@ -45,7 +45,7 @@ def run_lockstep(settings: Settings, console: Console) -> int:
     generator = make_generator("generator-0", settings, ledger, directory, engine)
     verifier = make_verifier("verifier-0", settings, ledger, directory)
     learners = [make_learner(node, settings, ledger, directory) for node in nodes]
-    every = min(settings.for_node(node).checkpoint_every for node in nodes)
+    every = min(settings.for_node(node).durable_every for node in nodes)
     workers: list[Any] = [generator, verifier, *learners]
     screen = Screen.of(settings, console, lambda: 0)
     try:

@@ -158,7 +158,7 @@ def _models(settings: Settings, gpu_memory: int) -> Iterator[Finding]:
     users: dict[str, list[str]] = {}
     for name in resolved.node_names():
         users.setdefault(resolved.for_node(name).model, []).append(name)
-    training = largest = 0
+    training, sizes = 0, []
     for model, names in users.items():
         who = f"{len(names)} nodes" if len(names) > 1 else names[0]
         try:
@@ -170,9 +170,11 @@ def _models(settings: Settings, gpu_memory: int) -> Iterator[Finding]:
         found = f"{model} ({who}): {facts.architecture}, {size(facts)} parameters, {template}"
         yield Finding("ok", "model", found)
         training += sum(bytes_to_train(facts, resolved.for_node(name).update) for name in names)
-        largest = max(largest, facts.parameters)
+        sizes.append(facts.parameters)
     each = 2 if settings.generators.dtype == "bfloat16" else 4
-    needed = training + settings.generators.replicas * each * largest
+    # A generator may have the largest ones open together.
+    kept = sum(sorted(sizes)[-settings.generators.models_kept :])
+    needed = training + settings.generators.replicas * each * kept
     room = gpu_memory or memory()[1]
     where = "GPU memory" if gpu_memory else "memory"
     found = f"at least {_amount(needed)} for all nodes and generators here, besides activations; {_amount(room)} free"
