@@ -171,3 +171,16 @@ def test_a_cell_records_what_the_journals_say(tmp_path: Path) -> None:
 
 def test_signs() -> None:
     assert [signed(value, 2) for value in (0.5, -0.5, 0.0, None)] == ["+0.50", "\N{MINUS SIGN}0.50", "+0.00", "\N{EN DASH}"]
+
+
+def test_descriptive_arms_are_drawn_apart(tmp_path: Path) -> None:
+    regime = {"seeds": [1, 2, 3], "descriptive_arms": ["naive"], "descriptive_seeds": 2, "reference": ["silo"]}
+    study = write_study(tmp_path, regimes={"alike": regime})
+    found = finished(tmp_path, study, {"silo": 0.2, "naive": 0.1, "successes": 0.4})
+    write_pages(study, plan(study, tmp_path), found, tmp_path)
+    page = (tmp_path / "index.html").read_text()
+    charts = [part.partition("</svg>")[0] for part in page.split("<svg")[1:]]
+    shown = [tuple(arm for arm in study.arms if f">{arm}</text>" in chart) for chart in charts]
+    assert shown == [("silo", "successes")] * 4 + [("silo", "naive")] * 4
+    assert "over seeds 1, 2 only" in page
+    assert {path.name for path in (tmp_path / "figures").glob("*.svg")} == {"alike.svg", "alike-descriptive.svg"}

@@ -25,25 +25,27 @@ from grapevine.report.settings import leaves, text
 # With so many seeds the smallest p that the test can give is below the usual 0.05.
 FEWEST_SEEDS = 6
 
+Drawn = tuple[list[Panel], list[Panel]]
+
 
 def write_pages(study: Study, cells: list[Cell], found: dict[str, Tree], out: Path) -> None:
     """index.html, summary.json, figures/. Raises SettingsError when the place cannot be written to."""
     facts = summarize(study, cells, found)
-    drawn = {regime: panels(_by_arm(study, regime, cells, found)) for regime in study.regimes}
+    drawn = {regime: _drawn(study, regime, cells, found) for regime in study.regimes}
     try:
         (out / "figures").mkdir(parents=True, exist_ok=True)
         write_whole(out / "summary.json", json.dumps(facts, indent=1))
         write_whole(out / "index.html", study_page(study, cells, found, facts, drawn))
-        for regime, several in drawn.items():
-            if several:
-                for kind in ("svg", "png"):
-                    write_whole(out / "figures" / f"{regime}.{kind}", lines_figure(several, kind))
+        for regime, (tested, described) in drawn.items():
+            for name, several in ((regime, tested), (f"{regime}-descriptive", described)):
+                for kind in ("svg", "png") if several else ():
+                    write_whole(out / "figures" / f"{name}.{kind}", lines_figure(several, kind))
     except OSError as error:
         raise SettingsError(f"--out {out} cannot be written: {error.strerror}") from None
 
 
 def study_page(
-    study: Study, cells: list[Cell], found: dict[str, Tree], facts: dict[str, Any], drawn: dict[str, list[Panel]]
+    study: Study, cells: list[Cell], found: dict[str, Tree], facts: dict[str, Any], drawn: dict[str, Drawn]
 ) -> str:
     """The page."""
     return render(
@@ -59,16 +61,26 @@ def study_page(
     )
 
 
-def _by_arm(study: Study, regime: str, cells: list[Cell], found: dict[str, Tree]) -> dict[str, list[Tree]]:
-    """The finished cells of each arm of a regime."""
-    return {
-        arm: [found[cell.name] for cell in cells if (cell.regime, cell.arm) == (regime, arm) and cell.name in found]
+def _drawn(study: Study, regime: str, cells: list[Cell], found: dict[str, Tree]) -> Drawn:
+    """A regime's panels: the arms over all seeds; apart, descriptive arms beside the references, over their few seeds."""
+    about = study.regimes[regime]
+    by_arm = {
+        arm: {
+            cell.seed: found[cell.name] for cell in cells if (cell.regime, cell.arm) == (regime, arm) and cell.name in found
+        }
         for arm in study.arms_of(regime)
     }
+    tested = {arm: list(by_seed.values()) for arm, by_seed in by_arm.items() if arm not in about.descriptive_arms}
+    few = about.seeds[: about.descriptive_seeds]
+    described = {
+        arm: [by_arm[arm][seed] for seed in few if seed in by_arm[arm]]
+        for arm in [*study.references_of(regime), *about.descriptive_arms]
+    }
+    return panels(tested), panels(described) if any(by_arm[arm] for arm in about.descriptive_arms) else []
 
 
 def _regime(
-    study: Study, name: str, cells: list[Cell], found: dict[str, Tree], facts: dict[str, Any], drawn: list[Panel]
+    study: Study, name: str, cells: list[Cell], found: dict[str, Tree], facts: dict[str, Any], drawn: Drawn
 ) -> dict[str, Any]:
     """What the template shows of a regime."""
     mine = [cell for cell in cells if cell.regime == name]
@@ -85,10 +97,9 @@ def _regime(
         "rounds": rounds,
         "window": sorted({window(count) for count in rounds}),
         "cells": len(mine),
-        "charts": [
-            (title, lines_chart(f"{name}-{i}", lines, y_label, most=len(lines), x_label=x_label))
-            for i, (title, lines, x_label, y_label) in enumerate(drawn)
-        ],
+        "charts": _charts(name, drawn[0]),
+        "described": _charts(f"{name}-descriptive", drawn[1]),
+        "described_seeds": study.regimes[name].seeds[: study.regimes[name].descriptive_seeds],
         "several_seeds": any(len(arm["seeds"]) > 1 for arm in facts["arms"].values()),
         "skipped": any(arm["mean"].get("skipped") for arm in facts["arms"].values()),
         "smallest_p": 2.0 ** (1 - tested) if tested > 1 else None,
@@ -103,6 +114,13 @@ def _regime(
         if mine[0].models
         else "",
     }
+
+
+def _charts(name: str, drawn: list[Panel]) -> list[tuple[str, str]]:
+    return [
+        (title, lines_chart(f"{name}-{i}", lines, y_label, most=len(lines), x_label=x_label))
+        for i, (title, lines, x_label, y_label) in enumerate(drawn)
+    ]
 
 
 def _settings(arms: dict[str, Cell]) -> tuple[str, list[tuple[str, list[str]]]]:
