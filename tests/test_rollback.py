@@ -144,11 +144,19 @@ def child(tree: str, said: str, killed_at: int) -> None:
     from grapevine.running.local import up
     from learners.update import PolicyTrainer
 
-    real_update, real_loss = PolicyTrainer.update, PolicyTrainer._loss
+    real_update = PolicyTrainer.update
     flag = Path(f"{said}.killed")
 
     def update(self: Any, own: Any, swarm: Any) -> dict[str, float]:
+        real_loss = self._loss
+
+        def loss(*args: Any) -> Any:
+            broken = next(iter(self._parameters.values())).data.view(-1)[0] == MARK
+            return real_loss(*args) * (float("nan") if broken else 1.0)
+
+        self._loss = loss
         figures = real_update(self, own, swarm)
+        self._loss = real_loss
         if self._updates == BROKEN_AT:
             next(iter(self._parameters.values())).data.view(-1)[0] = MARK
         if self._updates == killed_at and not flag.exists():
@@ -156,11 +164,7 @@ def child(tree: str, said: str, killed_at: int) -> None:
             os._exit(9)
         return figures
 
-    def loss(self: Any, *args: Any) -> Any:
-        broken = next(iter(self._parameters.values())).data.view(-1)[0] == MARK
-        return real_loss(self, *args) * (float("nan") if broken else 1.0)
-
-    PolicyTrainer.update, PolicyTrainer._loss = update, loss  # type: ignore[method-assign]
+    PolicyTrainer.update = update  # type: ignore[method-assign]
     with Path(said).open("a") as file:
         console = Console(file=file, width=200)
         raise SystemExit(up(Settings.model_validate_json(tree), fresh=False, lockstep=True, console=console))

@@ -141,12 +141,14 @@ def _group(worker: "_Worker", request: Request, limits: Limits) -> Group | Refus
                 scores.append(reply)
         if built is not None and len(scores) == len(request.answers):
             break
+        out_of_time = not worker.late
         fault = worker.renew()
         # A death may be no fault of the answer (an operator, a machine short of memory): one more try.
         if fault == "crash" and retried < len(scores):
             retried = len(scores)
             continue
-        lost += time.monotonic() - began
+        # What the timer ended took its CPU seconds, however long they were on a busy machine; of others the clock tells.
+        lost += request.seconds if out_of_time and fault == "timeout" else time.monotonic() - began
         if built is None:
             return Refusal(f"task '{request.question.task}' cannot be built ({fault}); use smaller settings")
         scores.append(Scored(0.0, fault))
@@ -156,7 +158,7 @@ def _group(worker: "_Worker", request: Request, limits: Limits) -> Group | Refus
 
 
 class _Worker:
-    """The process that builds and scores, as the host sees it."""
+    """The process that builds and scores, as the host sees it. `late`: it said nothing for too long."""
 
     def __init__(self, caller: socket.socket, limits: Limits) -> None:
         self._caller = caller
@@ -165,7 +167,7 @@ class _Worker:
 
     def replies(self, request: Request) -> Iterator[Built | Refusal | Scored]:
         """What the worker says about a request; ends early when it dies, or says nothing for too long."""
-        self._late = False
+        self.late = False
         self._socket.settimeout(WALL_FACTOR * (self._limits.build + request.seconds))
         try:
             send(self._socket, msgspec.msgpack.encode(request))
@@ -175,7 +177,7 @@ class _Worker:
                 if isinstance(reply, Refusal):
                     return
         except TimeoutError:
-            self._late = True
+            self.late = True
         except (OSError, EOFError, msgspec.DecodeError):
             pass
 
@@ -187,11 +189,11 @@ class _Worker:
             os.kill(self._pid, signal.SIGKILL)
         _, status = os.waitpid(self._pid, 0)
         self._fork()
-        return "timeout" if self._late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF) else "crash"
+        return "timeout" if self.late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF) else "crash"
 
     def _fork(self) -> None:
         self._socket, theirs = socket.socketpair()
-        self._late = False
+        self.late = False
         host_pid = os.getpid()
         self._pid = os.fork()
         if self._pid:
