@@ -6,8 +6,11 @@ from its first byte on.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,21 @@ def write_whole(path: Path, data: str | bytes, mode: int | None = None, durable:
     os.replace(aside, path)
     if durable:
         sync(path.parent)
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[bool]:
+    """Hold a lock file for as long as the block runs, without waiting; gives False when another process holds it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(handle)
 
 
 def sync(path: Path) -> None:

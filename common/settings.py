@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,17 @@ class Settings(BaseSettings):
         """A node's settings: the section `node` with the node's own on top."""
         own = {} if isinstance(self.nodes, int) else self.nodes.get(name) or {}
         return NodeSettings.model_validate(merged(self.node.model_dump(), own))
+
+    def with_models(self, folders: Mapping[str, str]) -> Settings:
+        """The same with models that `folders` names replaced by their folders."""
+        nodes = self.nodes
+        if not isinstance(nodes, int):
+            nodes = {
+                name: {**own, "model": folders[own["model"]]} if own and own.get("model") in folders else own
+                for name, own in nodes.items()
+            }
+        node = self.node.model_copy(update={"model": folders.get(self.node.model, self.node.model)})
+        return self.model_copy(update={"node": node, "nodes": nodes})
 
     @property
     def run_folder(self) -> Path:

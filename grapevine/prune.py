@@ -8,19 +8,15 @@ Only the run's own folder is looked at, not a `policies_url` elsewhere.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from common.files import read_object
+from common.files import lock, read_object
 from common.settings import SettingsError
 from learners.checkpoint import STATE_FILE, LearnerState
 
@@ -99,7 +95,7 @@ def prune_runs(planned: Planned) -> Planned:
     removed: list[Item] = []
     passed_over = dict(planned.passed_over)
     for run in dict.fromkeys(item.run for item in planned.items):
-        with _held(run) as free:
+        with lock(run / "lock") as free:
             if not free:
                 passed_over[run.name] = "is up"
                 continue
@@ -116,23 +112,8 @@ def is_up(run: Path) -> bool:
     """Whether a `grapevine up` holds the run. Makes no file."""
     if not (run / "lock").exists():
         return False
-    with _held(run) as free:
+    with lock(run / "lock") as free:
         return not free
-
-
-@contextmanager
-def _held(run: Path) -> Iterator[bool]:
-    """Hold a run's lock, the one that `up` takes, without waiting; gives False when another holds it."""
-    handle = os.open(run / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-            return
-        yield True
-    finally:
-        os.close(handle)
 
 
 def _leftovers(run: Path, keep: int) -> list[Item]:

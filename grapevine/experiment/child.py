@@ -25,7 +25,7 @@ from common.settings import SettingsError, from_tree
 from common.tasks import TaskRefused
 from grapevine.disk import writing_to
 from grapevine.experiment.cells import Cell
-from grapevine.experiment.models import made, with_folders
+from grapevine.experiment.models import made
 from grapevine.experiment.record import record
 from grapevine.experiment.study import StarterArguments
 from grapevine.logs import configure_logs
@@ -52,7 +52,7 @@ def run_cell(job: dict[str, Any]) -> int:
     for name, arguments in kept["models"].items():
         print(f"model {name} of seed {kept['seed']}", flush=True)
         folders[name] = str(made(name, StarterArguments(**arguments), kept["seed"]))
-    settings = with_folders(settings, folders)
+    settings = settings.with_models(folders)
     with writing_to(settings.run_folder):
         code = up(settings, fresh=False, lockstep=True, console=Console())
         if code == 0:

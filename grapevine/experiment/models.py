@@ -11,7 +11,6 @@ import hashlib
 import json
 from pathlib import Path
 
-from common.settings import Settings
 from grapevine.experiment.study import StarterArguments, task_specs
 from grapevine.starter.cache import MARKER, cache_folder
 
@@ -40,15 +39,3 @@ def made(name: str, model: StarterArguments, seed: int) -> Path:
             folder, seed, tasks, model.steps, model.width, model.layers, model.sloppy, model.tokenizer,
             progress=False, shares=model.shares, vocabulary=words,
         )  # fmt: skip
-
-
-def with_folders(settings: Settings, folders: dict[str, str]) -> Settings:
-    """The settings with the names of made models replaced by their folders."""
-    nodes = settings.nodes
-    if not isinstance(nodes, int):
-        nodes = {
-            name: {**own, "model": folders[own["model"]]} if own and own.get("model") in folders else own
-            for name, own in nodes.items()
-        }
-    node = settings.node.model_copy(update={"model": folders.get(settings.node.model, settings.node.model)})
-    return settings.model_copy(update={"node": node, "nodes": nodes})

@@ -6,7 +6,6 @@ is told with its last words and holds up no other; when this process ends, howev
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import os
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from common.files import lock
 from common.guard import HOME
 from common.settings import SettingsError
 from common.settings_checks import OTHER_VARIABLES
@@ -201,11 +201,9 @@ def commit() -> str | None:
 
 @contextmanager
 def _only_one(study: Study, out: Path) -> Iterator[None]:
-    with (out / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    with lock(out / "lock") as held:
+        if not held:
             raise SettingsError(
                 f"experiment {study.experiment} is running in another process; wait for it, or choose another place (--out)"
-            ) from None
+            )
         yield

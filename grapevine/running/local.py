@@ -7,7 +7,6 @@ kept in the run's folder when the server is gone.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import json
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from common.files import write_whole
+from common.files import lock, write_whole
 from common.ledger import Ledger
 from common.run import forget_run, open_run
 from common.sections import STARTER_MODELS
@@ -128,14 +127,7 @@ def with_models(settings: Settings) -> Settings:
     from grapevine.starter.model import starter_folder
 
     folders = {model: str(starter_folder(model)) for model in sorted(wanted)}
-    nodes = settings.nodes
-    if not isinstance(nodes, int):
-        nodes = {
-            name: {**own, "model": folders[own["model"]]} if own and own.get("model") in folders else own
-            for name, own in nodes.items()
-        }
-    node = settings.node.model_copy(update={"model": folders.get(settings.node.model, settings.node.model)})
-    return settings.model_copy(update={"node": node, "nodes": nodes})
+    return settings.with_models(folders)
 
 
 def _reach(settings: Settings) -> None:
@@ -236,11 +228,9 @@ def _snapshot(settings: Settings, ledger: Ledger) -> None:
 
 @contextmanager
 def _only_one(folder: Path) -> Iterator[None]:
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+    with lock(folder / "lock") as held:
+        if not held:
             raise SettingsError(
                 f"run {folder.name} is already up in another process; stop it, or choose another name with --set run=NAME"
-            ) from None
+            )
         yield
