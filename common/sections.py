@@ -31,9 +31,6 @@ class Section(BaseModel):
         return without_empty(tree, cls)
 
 
-ROLLBACK_REACH = 50
-
-
 class SamplingSettings(Section):
     """How completions are drawn."""
 
@@ -145,6 +142,10 @@ class EvaluateSettings(Section):
     questions: int = Field(64, ge=0, description="distinct held-out questions, fewer where the tasks have fewer; 0: never")
     completions: int = Field(4, ge=1, le=1024, description="sampled completions per question, for pass@k up to this k")
     temperature: float = Field(1.0, gt=0.0, le=10.0, description="of the sampled completions")
+
+
+# Rounds between checkpoints, at most, where a rollback may need one: it then costs about twice as many at worst.
+ROLLBACK_REACH = 50
 
 
 class NodeSettings(Section):

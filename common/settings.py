@@ -250,9 +250,11 @@ def _sentence(error: ValidationError, inside: list[str] | None = None) -> str:
         near = difflib.get_close_matches(path[-1], _names(path[:-1], NodeSettings if inside else Settings), n=1)
         hint = f"; did you mean {'.'.join([*where[:-1], near[0]])}?" if near else ""
         return f"unknown setting {key}{hint}"
+    if path[-1:] == ["[key]"] and first["type"] == "literal_error":
+        return f"setting {'.'.join(where[:-2])}: {_shown(first.get('input'))} is none of {first['ctx']['expected']}"
     if path[-1:] == ["[key]"]:
         return f"setting {where[0]}: {_shown(first.get('input'))} cannot be a name; up to 40 of a-z, 0-9, '.' and '-'"
-    text = first["msg"].removeprefix("Value error, ")
+    text = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
     return f"setting {key}: {text[0].lower()}{text[1:]} (got {_shown(first.get('input'))})"
 
 

@@ -90,6 +90,11 @@ def sentence(said: tuple[int | str | None, str], code: int = 2) -> str:
             ["node.mix.weights={easy: 2}", "node.mix.tags=[hard]"],
             ["node.mix.weights weighs easy, which node.mix.tags does not"],
         ),
+        (["node.mix.weights={hrad: 2}"], ["setting node.mix.weights: 'hrad' is none of 'failed', 'hard', 'mixed', 'easy'"]),
+        (
+            ["node.update.lora={rank: 4, targets: q_proj}"],
+            ["node.update.lora.targets: input should be a list (got 'q_proj')"],
+        ),
         (["node.mix.own_filter=refill", "node.mix.refill_most=1"], ["set node.mix.refill_most to at least 2"]),
         (["node.learner=none", "node.mix.own_filter=refill"], ["generates more for training that never comes"]),
         (["node.update.warmup_rounds=200"], ["node.update.warmup_rounds=200 is no shorter than node.rounds=200"]),

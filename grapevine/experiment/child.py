@@ -7,7 +7,6 @@ file. It reads its job as JSON from standard input (see `job`).
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -63,11 +62,7 @@ def run_cell(job: dict[str, Any]) -> int:
 
 def _keep(path: Path, figures: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(figures))
-    for place in (path, path.parent):  # the run it comes from is about to be deleted
-        handle = os.open(place, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    write_whole(path, json.dumps(figures), durable=True)  # the run it comes from is about to be deleted
 
 
 def main() -> NoReturn:

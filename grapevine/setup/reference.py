@@ -114,7 +114,8 @@ def _type(annotation: Any) -> str:
         inner = _type(parts[0]) if parts and parts[0] is not Any else ""
         return f"list of {inner}" if inner else "list"
     if origin is dict:
-        return "`name: settings`"
+        plain = _type(parts[1]) in ("number", "whole number", "text")
+        return f"`name: {_type(parts[1])}`" if plain else "`name: settings`"
     words = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`", Path: "path"}
     return words.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
