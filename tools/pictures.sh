@@ -1,7 +1,8 @@
 #!/bin/sh
 # Makes the pictures of README and docs from a real run on this machine: `make pictures` (about five minutes).
 #
-# Guarantees: every picture in docs/images/ comes from the commands below and from nothing else. Needs Chromium for the
+# Guarantees: every picture in docs/images/ comes from the commands below and from nothing else, one of them drawn from the
+# kept cells of the study in docs/experiments/sharing. Needs Chromium for the
 # pictures of the report; CHROMIUM names it.
 set -eu
 cd "$(dirname "$0")/.."
@@ -40,4 +41,6 @@ wait $up
 $grapevine report $run --out "$scratch/report.html" >/dev/null
 shot "$scratch/report.html" 1180 1500 "$images/report.png"
 shot "$scratch/report.html" 390 1500 "$images/report-narrow.png"
+# --- Swarm against silo, from the study's cells.
+.venv/bin/python tools/swarm_or_silo.py
 echo "wrote $(ls $images | tr '\n' ' ')to $images"
