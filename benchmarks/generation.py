@@ -43,7 +43,7 @@ from common.settings import Settings
 from common.tasks import PRESETS, build, draw
 from generators.engines.base import Engine, Request, answer_all
 from generators.generator import Generator
-from grapevine.roles import make_engine
+from grapevine.engines import make_engine
 from grapevine.server import EmbeddedServer
 from grapevine.starter.tokenizer import build_tokenizer
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from common.directory import Directory
@@ -14,44 +13,13 @@ from common.settings import Settings, SettingsError
 from common.worker import Loop, Worker
 from generators.engines.base import Engine
 from generators.generator import Generator
+from grapevine.engines import make_engine
 from learners.learner import Learner
 from verifiers.verifier import Scorer, Verifier
 
 if TYPE_CHECKING:
     from learners.update import PolicyTrainer
     from verifiers.sandbox import Sandbox
-
-
-def make_engine(settings: Settings, exact: bool = False) -> Engine:
-    """The engine that the settings ask for.
-
-    `exact`: where they leave it open, one whose answers never depend on what else is in the batch.
-    Raises SettingsError for options that the engine does not have.
-    """
-    pool = settings.generators
-    kind = pool.engine
-    if kind == "auto":
-        kind = "vllm" if not exact and find_spec("vllm") is not None else "transformers"
-    if kind == "vllm":
-        if find_spec("vllm") is None:
-            raise SettingsError(
-                "setting generators.engine: vllm is not installed here; `make setup-vllm` makes .venv-vllm, which has it"
-            )
-        from generators.engines.vllm import VllmEngine
-
-        return VllmEngine(pool.device, pool.dtype, pool.engine_options)
-    if kind == "paced":
-        from generators.engines.paced import PacedEngine
-
-        try:
-            return PacedEngine(**pool.engine_options)
-        except TypeError as error:
-            raise SettingsError(f"setting generators.engine_options: {error}") from None
-    if pool.engine_options:
-        raise SettingsError("setting generators.engine_options: the transformers engine has none")
-    from generators.engines.transformers import TransformersEngine
-
-    return TransformersEngine(pool.device, pool.dtype, pool.models_kept)
 
 
 def make_generator(name: str, settings: Settings, ledger: Ledger, directory: Directory, engine: Engine) -> Generator:

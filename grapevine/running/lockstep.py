@@ -16,7 +16,8 @@ from transformers.utils import logging
 from common.clock import RoundClock
 from common.run import open_run
 from common.settings import Settings, SettingsError
-from grapevine.roles import make_engine, make_generator, make_learner, make_verifier
+from grapevine.engines import make_engine
+from grapevine.roles import make_generator, make_learner, make_verifier
 from grapevine.running.barrier import Barriers
 from grapevine.screen.live import Screen
 
