@@ -123,13 +123,31 @@ class Directory:
             pipeline.xlen(self._keys.orders(target))
         return dict(zip(targets, pipeline.execute(), strict=True))
 
+    def untaken_orders(self, targets: list[str]) -> dict[str, int]:
+        """Orders per target that no generator has in its hands."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for target in targets:
+            pipeline.xlen(self._keys.orders(target))
+            pipeline.xpending(self._keys.orders(target), "generators")
+        found = pipeline.execute(raise_on_error=False)
+        untaken = {}
+        for target, length, pending in zip(targets, found[::2], found[1::2], strict=True):
+            if isinstance(length, Exception):
+                raise length
+            # Before the first generator came there is no group, and nothing is taken.
+            untaken[target] = max(0, length - (pending["pending"] if isinstance(pending, dict) else 0))
+        return untaken
+
     def policy(self, target: str) -> Policy | None:
         """The policy announced last; None where there is none, or none that can be read."""
-        data = self._redis.get(self._keys.policy(target))
-        try:
-            return _policies.decode(data) if data else None
-        except UNREADABLE:
-            return None
+        return self.policies([target])[target]
+
+    def policies(self, targets: list[str]) -> dict[str, Policy | None]:
+        """The same for several."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for target in targets:
+            pipeline.get(self._keys.policy(target))
+        return {target: _policy(data) for target, data in zip(targets, pipeline.execute(), strict=True)}
 
     @staticmethod
     def announcement(policy: Policy) -> bytes:
@@ -183,6 +201,13 @@ class Directory:
             elif generator != besides.encode():
                 counts[target] = counts.get(target, 0) + 1
         return counts
+
+
+def _policy(data: bytes | None) -> Policy | None:
+    try:
+        return _policies.decode(data) if data else None
+    except UNREADABLE:
+        return None
 
 
 def _text(value: bytes) -> str | None:

@@ -82,7 +82,7 @@ class Ledger:
         folder = resources.files("common") / "lua"
         self._scripts = {
             name: client.register_script((folder / f"{name}.lua").read_text())
-            for name in ("settle", "replace", "answer", "publish", "finish", "redeliver", "books")
+            for name in ("settle", "replace", "answer", "hand_back", "publish", "finish", "redeliver", "books")
         }
 
     # --- learner ---
@@ -181,6 +181,17 @@ class Ledger:
         """Hand in a raw group and finish its order's entry, atomically."""
         names = [self.keys.orders(target), self.raw(self.keys.shard_of(target))]
         self._scripts["answer"](names, [entry_id, self.clock.stream_id(), message])
+
+    def hand_back(self, target: str, me: str, entry_ids: Sequence[str]) -> int:
+        """Return orders that this consumer took and did not answer, as new entries; returns how many."""
+        if not entry_ids:
+            return 0
+        try:
+            return int(self._scripts["hand_back"]([self.keys.orders(target)], [me, *entry_ids]))
+        except redis.ResponseError as error:
+            if _no_group(error):
+                return 0
+            raise
 
     # --- verifier ---
 

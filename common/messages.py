@@ -64,7 +64,7 @@ class Version(msgspec.Struct, frozen=True, array_like=True, order=True, forbid_u
 
 
 class Sampling(_Message, frozen=True):
-    """How completions are drawn. Log-probabilities are recorded after temperature, before the top-p cut."""
+    """How completions are drawn. Log-probabilities are recorded as sampled: after temperature and the top-p cut."""
 
     max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=131072)]
     temperature: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)] = 1.0

@@ -14,6 +14,9 @@ tokens_generated = Counter("grapevine_tokens_generated_total", "Completion token
 groups_answered = Counter("grapevine_groups_answered_total", "Orders answered with a raw group.", ["target"])
 orders_skipped = Counter("grapevine_orders_skipped_total", "Orders skipped, no longer open or past their deadline.")
 policies_loaded = Counter("grapevine_policies_loaded_total", "Policy versions taken into the engine.", ["target"])
+policy_swap_seconds = Histogram("grapevine_policy_swap_seconds", "Seconds in which the engine took on a policy.")
+orders_in_flight = Gauge("grapevine_orders_in_flight", "Orders being answered by this generator.")
+engine_seconds = Counter("grapevine_engine_seconds_total", "Seconds in which this generator's engine was sampling.")
 policies_refused = Counter("grapevine_policies_refused_total", "Policies not loaded; the old one went on.", ["reason"])
 
 # Verifiers.

@@ -183,9 +183,19 @@ class GeneratorSettings(Section):
 
     replicas: int = Field(2, ge=0, description="generators that `up` starts")
     target: str = Field("auto", description="a node's name, or `auto`")
-    engine: Literal["transformers"] = Field("transformers", description="what runs the model")
-    batch_orders: int = Field(16, ge=1, description="questions answered together")
-    models_kept: int = Field(1, ge=1, description="models kept in memory: more when nodes differ in model")
+    engine: Literal["auto", "vllm", "transformers", "paced"] = Field(
+        "auto",
+        description="what runs the model; `auto`: vLLM where it is installed; `paced` makes answers up, at a fixed pace",
+    )
+    engine_options: dict[str, Any] = Field(
+        {}, description="passed on to vLLM (`max_model_len`, `gpu_memory_utilization`, ...) or `paced` (`tokens_per_second`)"
+    )
+    batch_orders: int = Field(16, ge=1, description="questions in one generator's hands at a time")
+    models: tuple[str, ...] = Field((), description="serve only nodes with these models; none named: any model")
+    models_kept: int = Field(1, ge=1, description="models kept in memory by `transformers`: more when nodes differ in model")
+    drain_seconds: float = Field(
+        20.0, ge=0, description="a generator told to end answers what it has begun for so long, and hands back the rest"
+    )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="number format of the weights")
     device: str = Field("auto", description="`cpu`, `cuda`, `cuda:1`; `auto` takes a GPU where there is one")
 

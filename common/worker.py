@@ -4,7 +4,7 @@ Guarantees:
 - what is transient (the server away, restarting, loading or full) is retried with growing pauses, and the worker is told to
   `rejoin` before its next step; any other exception is a bug and ends the process with a traceback and exit code 70;
 - SIGTERM and SIGINT end the loop after the current step, then the worker drains;
-- while a step runs, a second thread keeps the worker's entries from being taken over.
+- while a step runs, or the worker drains, a second thread keeps its entries from being taken over.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class Loop:
         self._worker = worker
         self._heart = heart
         self._stop = threading.Event()
+        self._drained = threading.Event()
         self._failure: BaseException | None = None
         self.joined = False
         self.last_step = time.monotonic()
@@ -113,6 +114,7 @@ class Loop:
             self._worker.drain()
         except TRANSIENT as error:
             log.warning("server away while draining; redelivery takes over", worker=self._worker.name, error=str(error))
+        self._drained.set()
         beating.join(timeout=HEARTBEAT_SECONDS + 1)
 
     def _beat(self) -> None:
@@ -134,7 +136,7 @@ class Loop:
             except BaseException as error:
                 self._failure = error
                 return
-            stopping = self._stop.wait(HEARTBEAT_SECONDS)
+            stopping = self._drained.wait(HEARTBEAT_SECONDS)
 
 
 def serve_health(loop: Loop, port: int, stalled_after: float = 600.0) -> ThreadingHTTPServer:

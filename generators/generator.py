@@ -1,8 +1,8 @@
 """A generator: orders in, raw groups out, always with the target's newest policy.
 
 Guarantees: an order's entry is finished only together with its raw group; orders no longer open are skipped, not
-generated; a policy is loaded only after its checksum agreed, and a bad one leaves the old one serving and is counted; no
-order is answered by a policy older than it allows.
+generated; no order is answered by a policy older than it allows; new orders are admitted while others are being answered,
+and a group is sent as soon as it is whole; what is not answered when the generator ends is handed back.
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ from typing import Any
 import structlog
 
 from common import metrics
-from common.directory import Directory, Policy
-from common.identity import Identity, unseal
-from common.ledger import Entry, Ledger
-from common.messages import NewerSchema, Order, RawGroup, Refused, Version
-from common.policies import BadPolicy, fetch
+from common.directory import Directory
+from common.identity import Identity
+from common.ledger import Ledger
+from common.messages import Completion, RawGroup, Refused, Version
 from common.settings import Settings
 from common.tasks import TaskRefused, build
-from generators.engines.base import Engine, PolicyUnusable, Request
+from generators.engines.base import Engine, Request, RequestUnfit
+from generators.following import Following
+from generators.intake import GROUP, Intake, Taken
 from generators.pool import Pool
 
 log = structlog.get_logger()
 
 IDLE_WAIT_MS = 100
-RETRY_SECONDS = 10.0
+# While the engine is at work, the server is asked for orders and policies no more often than this.
+POLL_SECONDS = 0.02
+STILL_WANTED_SECONDS = 1.0
+# A move to another target waits until what is in flight is answered, and may open another model: neither more than a
+# small part of the time.
+ANSWERS_PER_STAY = 4
+OPENINGS_PER_STAY = 10
 
 
 class Generator:
@@ -47,177 +54,174 @@ class Generator:
         cache: Path,
     ) -> None:
         self.name = name
-        self._settings = settings
+        self._settings = settings.generators
+        self._seed = settings.seed
         self._ledger = ledger
         self._directory = directory
         self._identity = identity
         self._engine = engine
-        self._cache = cache
-        fixed = settings.generators.target
-        self.pool = Pool(directory, name, settings.site, None if fixed == "auto" else fixed)
-        self._loaded: tuple[str, Version] | None = None
-        self._hand: list[tuple[Entry, Order, bytes]] = []
-        self._model: str | None = None
-        self._read: set[str] = set()
-        self._failed: dict[str, tuple[Policy, float]] = {}
-        self._looked_for_quiet: dict[str, float] = {}
+        fixed = self._settings.target
+        self.pool = Pool(directory, name, settings.site, None if fixed == "auto" else fixed, self._settings.models)
+        self._intake = Intake(name, settings.site, ledger, directory, settings.redeliver_seconds)
+        self._policy = Following(engine, directory, cache)
+        self._target: str | None = None
+        self._hand: dict[str, Taken] = {}
+        self._flight: dict[str, tuple[Taken, float]] = {}
+        self._polled = self._checked = float("-inf")
+        self._answer_seconds = 0.0
         self._tokens = 0
         self._groups = 0
 
     def rejoin(self) -> None:
         """Register the key; orders taken before are read again from the streams."""
         self._directory.register(self._identity)
-        self._hand, self._read, self.pool.current = [], set(), None
+        self._engine.cancel(list(self._flight))
+        self._hand, self._flight, self.pool.current = {}, {}, None
+        self._intake.forget()
 
     def step(self) -> bool:
-        """Take a batch of orders, answer it."""
-        target = self.pool.choose()
-        if target is None:
+        """Take orders where there is room, sample on, send the groups that are whole."""
+        choice = self.pool.choose(
+            max(ANSWERS_PER_STAY * self._answer_seconds, OPENINGS_PER_STAY * self._policy.change_seconds)
+        )
+        if not self._flight:
+            self._target = choice
+        if self._target is None:
             time.sleep(self._wait_ms / 1000)
+            for target in self._intake.take_over(self.pool.served_targets()):
+                self.pool.come_back(target)
             return True
-        self._take_over(target)
-        found = self._take(target)
-        if not self._hand:
-            if not found:
-                self.pool.ran_dry(target)
-            return True
-        if self._ready(target):
-            self._answer(target)
-        else:
-            # They stay pending with this consumer and are read again on the next visit; others are served meanwhile.
-            # Reading them again is no attempt, so it does not count as a delivery.
-            self._ledger.keep(self.in_hand()[1], "generators", self.name, deliveries=1)
-            self._hand = []
-            self._read.discard(target)
-            self.pool.ran_dry(target)
-            time.sleep(self._wait_ms / 1000)
+        # Before a move, what is in flight is answered and nothing new taken.
+        if choice == self._target and self._may_poll():
+            self._poll(self._target)
+        if self._flight:
+            self._sample(self._target)
         return True
 
     # --- taking orders ---
-
-    def _take(self, target: str) -> int:
-        """Fill the hand with orders that still want an answer; returns how many entries were read."""
-        room = self._settings.generators.batch_orders - len(self._hand)
-        entries: list[Entry] = []
-        held = {entry.id for entry, _, _ in self._hand}
-        if target not in self._read:
-            # The first visit after a start or a lost connection: what this consumer took and never answered.
-            self._read.add(target)
-            backlog = self._ledger.take_orders(target, self.name, 1000, 0, backlog=True)
-            entries += [entry for entry in backlog if entry.id not in held]
-        if room > 0:
-            entries += self._ledger.take_orders(target, self.name, room, 0 if self._hand or entries else self._wait_ms)
-        shard = self._ledger.keys.shard_of(target)
-        readable: list[tuple[Entry, Order, bytes]] = []
-        for entry in entries:
-            try:
-                order, node = unseal(Order, entry.data, self._directory.lookup)
-                if node.name != order.node or order.target != target:
-                    raise Refused("wrong_node", f"an order of {order.node} for {order.target}, signed by {node.name}")
-                if node.site != self._identity.record.site:
-                    raise Refused("foreign_site", f"node {node.name} belongs to site {node.site}")
-                readable.append((entry, order, entry.data))
-            except NewerSchema:
-                self._ledger.leave(shard, "generators", entry, "orders", self.name)
-            except Refused as refusal:
-                self._refuse(shard, entry, refusal)
-        wanted = self._ledger.still_open(target, [order.id for _, order, _ in readable])
-        now = self._ledger.clock.now()
-        for (entry, order, data), is_open in zip(readable, wanted, strict=True):
-            if is_open and order.deadline > now:
-                self._hand.append((entry, order, data))
-            else:
-                metrics.orders_skipped.inc()
-                self._ledger.finish(shard, "generators", entry, "skipped")
-        return len(entries)
 
     @property
     def _wait_ms(self) -> int:
         return IDLE_WAIT_MS if self._ledger.clock.unit == "ms" else 0
 
-    def _take_over(self, target: str) -> None:
-        """Every third of the quiet time, look for orders of this target whose generator fell silent."""
-        quiet = self._settings.redeliver_seconds
-        if time.monotonic() - self._looked_for_quiet.get(target, 0.0) < quiet / 3:
-            return
-        self._looked_for_quiet[target] = time.monotonic()
-        keys = self._ledger.keys
-        shard, stream = keys.shard_of(target), keys.orders(target)
-        if self._ledger.redeliver(shard, stream, "generators", "orders", self.name, int(1000 * quiet), 64):
-            self._read.discard(target)
+    def _may_poll(self) -> bool:
+        return not self._flight or time.monotonic() - self._polled > POLL_SECONDS
 
-    def _refuse(self, shard: int, entry: Entry, refusal: Refused) -> None:
-        metrics.messages_refused.labels("orders", refusal.reason).inc()
-        log.debug("order refused", entry=entry.id, reason=refusal.reason, detail=refusal.detail)
-        self._ledger.refuse(shard, "generators", entry, "orders", refusal.reason, refusal.detail, self.name)
+    def _poll(self, target: str) -> None:
+        """Orders into the hand, the newest policy into the engine, and from the hand into the engine."""
+        self._polled = time.monotonic()
+        for other in self._intake.take_over(self.pool.served_targets()):
+            self.pool.come_back(other)
+        found = self._take(target)
+        if self._flight and self._polled - self._checked > STILL_WANTED_SECONDS:
+            self._checked = self._polled
+            self._drop(target, self._intake.closed(target, [taken for taken, _ in self._flight.values()]))
+        if not self._hand and not self._flight:
+            if not found:
+                self.pool.ran_dry(target)
+            return
+        serving = self._policy.follow(target)
+        if not self._hand:
+            return
+        if serving is not None and all(taken.order.lowest <= serving for taken in self._hand.values()):
+            self._submit(target, serving)
+        else:
+            self._put_off(target)
+
+    def _take(self, target: str) -> int:
+        """Fill the hand; returns how many entries were read."""
+        count = self.pool.share(target, self._room)
+        if count or self._flight:
+            return self._read(target, count, 0)
+        # With empty hands wait for the first order to come; there may be more behind it.
+        found = self._read(target, 1, self._wait_ms)
+        return found and found + self._read(target, self.pool.share(target, self._room), 0)
+
+    def _read(self, target: str, count: int, wait_ms: int) -> int:
+        held = [*self._hand.values(), *(taken for taken, _ in self._flight.values())]
+        found, taken = self._intake.take(target, count, wait_ms, held)
+        self._hand.update({one.order.id: one for one in taken})
+        return found
+
+    @property
+    def _room(self) -> int:
+        return self._settings.batch_orders - len(self._hand) - len(self._flight)
+
+    def _put_off(self, target: str) -> None:
+        """No policy for them yet: they stay pending with this generator, and others are served meanwhile."""
+        self._intake.put_off(target, self._hand.values())
+        self._hand = {}
+        if not self._flight:
+            self.pool.ran_dry(target)
+            self.pool.come_back(target)
+            time.sleep(self._wait_ms / 1000)
+
+    def _drop(self, target: str, closed: list[Taken]) -> None:
+        """Nobody waits for these any more."""
+        self._engine.cancel([taken.order.id for taken in closed])
+        for taken in closed:
+            del self._flight[taken.order.id]
+        self._intake.skip(target, closed)
 
     # --- answering ---
 
-    def _ready(self, target: str) -> bool:
-        """Have the target's newest policy in the engine; False when what is there may not answer the orders in hand."""
-        policy = self._directory.policy(target)
-        if policy is None:
-            return False
-        if self._loaded != (target, policy.version) and not self._failed_lately(target, policy):
+    def _submit(self, target: str, serving: Version) -> None:
+        for taken in self._hand.values():
+            order = taken.order
+            seed = int.from_bytes(hashlib.sha256(f"{self._seed} {order.id}".encode()).digest()[:8])
             try:
-                if policy.model != self._model:
-                    self._loaded = None
-                    self._engine.open_model(policy.model)
-                    self._model = policy.model
-                local = fetch(policy, self._cache)
-                try:
-                    self._engine.load_policy(local, policy.version)
-                finally:
-                    local.unlink()
-                self._loaded = (target, policy.version)
-                metrics.policies_loaded.labels(target).inc()
-            except (BadPolicy, PolicyUnusable) as error:
-                metrics.policies_refused.labels(getattr(error, "reason", "shape")).inc()
-                log.warning("policy not loaded", target=target, version=str(policy.version), detail=str(error))
-                if isinstance(error, PolicyUnusable):
-                    self._failed[target] = (policy, time.monotonic())
-        if self._loaded is None or self._loaded[0] != target:
-            return False
-        serving = self._loaded[1]
-        return all(order.lowest <= serving for _, order, _ in self._hand)
-
-    def _failed_lately(self, target: str, policy: Policy) -> bool:
-        """Whether a model or policy that cannot be used was tried within RETRY_SECONDS: others are served meanwhile."""
-        failed, at = self._failed.get(target, (None, 0.0))
-        return failed == policy and time.monotonic() - at < RETRY_SECONDS
-
-    def _answer(self, target: str) -> None:
-        shard = self._ledger.keys.shard_of(target)
-        batch: list[tuple[Entry, Order, bytes]] = []
-        requests: list[Request] = []
-        for entry, order, data in self._hand:
-            try:
-                item = build(order.question)
+                text = build(order.question).text
+                self._engine.submit(Request(order.id, text, order.completions, order.sampling, seed))
             except TaskRefused as refusal:
-                self._refuse(shard, entry, Refused("bad_question", str(refusal)))
-                continue
-            batch.append((entry, order, data))
-            seed = int.from_bytes(hashlib.sha256(f"{self._settings.seed} {order.id}".encode()).digest()[:8])
-            requests.append(Request(item.text, order.completions, order.sampling, seed))
-        self._hand = batch
-        for (entry, _, data), completions in zip(batch, self._engine.generate(requests), strict=True):
-            group = RawGroup(order=data, completions=completions, model=self._model or "")
-            self._ledger.answer(target, entry.id, self._identity.seal(group))
-            self._tokens += sum(c.tokens for c in completions)
-            self._groups += 1
-            metrics.tokens_generated.labels(target).inc(sum(c.tokens for c in completions))
-            metrics.groups_answered.labels(target).inc()
-        self._hand = []
+                self._intake.refuse(target, taken.entry, Refused("bad_question", str(refusal)))
+            except RequestUnfit as reason:
+                self._intake.refuse(target, taken.entry, Refused("too_long", str(reason)))
+            else:
+                self._flight[order.id] = (taken, time.monotonic())
+        self._hand = {}
+        metrics.orders_in_flight.set(len(self._flight))
+
+    def _sample(self, target: str) -> None:
+        begun = time.monotonic()
+        answered = self._engine.step()
+        metrics.engine_seconds.inc(time.monotonic() - begun)
+        for id, completions in answered:
+            taken, since = self._flight.pop(id)
+            self._send(target, taken, completions)
+            self._answer_seconds = time.monotonic() - since
+        if answered:
+            metrics.orders_in_flight.set(len(self._flight))
+            self._polled = float("-inf")  # there is room: look at once
+
+    def _send(self, target: str, taken: Taken, completions: list[Completion]) -> None:
+        group = RawGroup(order=taken.data, completions=completions, model=self._policy.model or "")
+        self._ledger.answer(target, taken.entry.id, self._identity.seal(group))
+        tokens = sum(completion.tokens for completion in completions)
+        self._tokens += tokens
+        self._groups += 1
+        metrics.tokens_generated.labels(target).inc(tokens)
+        metrics.groups_answered.labels(target).inc()
+
+    # --- the end, and what others see ---
 
     def drain(self) -> None:
-        """A batch is answered within its step; orders in hand without a policy stay pending and are redelivered."""
-        self._hand = []
+        """Answer what is in flight, for `drain_seconds` at most; hand back the rest."""
+        end = time.monotonic() + self._settings.drain_seconds
+        while self._target is not None and self._flight and time.monotonic() < end:
+            self._sample(self._target)
+        left = [*self._hand.values(), *(taken for taken, _ in self._flight.values())]
+        self._engine.cancel(list(self._flight))
+        self._hand, self._flight = {}, {}
+        if self._target is not None and left:
+            log.info("orders handed back", target=self._target, orders=len(left))
+            self._intake.hand_back(self._target, left)
 
     def facts(self) -> dict[str, Any]:
         """Target, policy, totals since the start."""
-        serving = str(self._loaded[1]) if self._loaded else ""
+        serving = str(self._policy.version) if self._policy.version else ""
         return {"target": self.pool.current, "policy": serving, "tokens": self._tokens, "groups": self._groups}
 
     def in_hand(self) -> tuple[str, list[tuple[str, str]]]:
         """The orders being answered."""
-        return "generators", [(entry.stream, entry.id) for entry, _, _ in list(self._hand)]
+        taken = [*list(self._hand.values()), *(taken for taken, _ in list(self._flight.values()))]
+        return GROUP, [(one.entry.stream, one.entry.id) for one in taken]

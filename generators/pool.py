@@ -6,8 +6,11 @@ cost time but no group.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+
+import structlog
 
 from common.directory import Directory
 
@@ -16,32 +19,46 @@ DRY_SECONDS = 0.2
 STAY_SECONDS = 1.0
 ANNOUNCE_SECONDS = 2.0
 
+log = structlog.get_logger()
+
 
 class Pool:
-    """Chooses the target with the most unanswered orders per generator; stays until it runs dry, or a second at most.
+    """Chooses the target with the most untaken orders per generator; stays until it runs dry, or for a while at most.
 
     Among equals the one served longest ago comes first.
     """
 
     def __init__(
-        self, directory: Directory, me: str, site: str, fixed: str | None, now: Callable[[], float] = time.monotonic
+        self,
+        directory: Directory,
+        me: str,
+        site: str,
+        fixed: str | None,
+        models: Collection[str] = (),
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`fixed` names the one target to serve; None chooses among those of the site."""
+        """`fixed` names the one target to serve, None chooses among those of the site; `models` are those it may open,
+        none: any.
+        """
         self._directory = directory
         self._me = me
         self._site = site
         self._fixed = fixed
+        self._models = frozenset(models)
         self._now = now
         self._dry: dict[str, float] = {}
         self._served: dict[str, float] = {}
+        self._put_off: set[str] = set()
+        self._others: dict[str, int] = {}
         self._since = float("-inf")
         self._announced = (float("-inf"), "")
+        self._unneeded = False
         self.current: str | None = None
 
-    def choose(self) -> str | None:
-        """The target to serve now, None when nobody asks for anything."""
+    def choose(self, stay: float = STAY_SECONDS) -> str | None:
+        """The target to serve now, None when nobody asks for anything. `stay`: how long a choice holds, in seconds."""
         now = self._now()
-        if self.current is None or now - self._since > STAY_SECONDS:
+        if self.current is None or now - self._since > max(stay, STAY_SECONDS):
             self.current = self._best(now)
             self._since = now
         if self.current is not None:
@@ -50,6 +67,13 @@ class Pool:
             self._announced = (now, self.current or "")
             self._directory.assign(self._me, self.current or "")
         return self.current
+
+    def share(self, target: str, room: int) -> int:
+        """How many of a target's orders to take when there is `room`: no more than fall to each of its generators."""
+        if room <= 0:
+            return 0
+        untaken = self._directory.untaken_orders([target])[target]
+        return min(room, math.ceil(untaken / (1 + self._others.get(target, 0))))
 
     def serve(self, target: str) -> None:
         """Serve this one next: lockstep and tests decide themselves."""
@@ -60,13 +84,40 @@ class Pool:
         self._dry[target] = self._now()
         self.current = None
 
+    def come_back(self, target: str) -> None:
+        """Orders of this target are in this generator's hands and wait for its next visit."""
+        self._put_off.add(target)
+
+    def served_targets(self) -> list[str]:
+        """All targets that this generator may serve."""
+        targets = [target for target in self._directory.targets(self._site) if self._fixed in (None, target)]
+        if not self._models or not targets:
+            return targets
+        policies = self._directory.policies(targets)
+        mine = [target for target, policy in policies.items() if policy is not None and policy.model in self._models]
+        self._tell(needed=bool(mine), asked=sorted({policy.model for policy in policies.values() if policy is not None}))
+        return mine
+
+    def _tell(self, needed: bool, asked: list[str]) -> None:
+        if needed == self._unneeded and (needed or asked):
+            self._unneeded = not needed
+            if not needed:
+                log.warning("no node needs this generator", serves=sorted(self._models), needed=asked)
+
     def _best(self, now: float) -> str | None:
-        served = [target for target in self._directory.targets(self._site) if self._fixed in (None, target)]
-        waiting = self._directory.waiting_orders(served)
-        others = self._directory.assigned(besides=self._me)
+        served = self.served_targets()
+        untaken = self._directory.untaken_orders(served)
+        self._others = self._directory.assigned(besides=self._me)
         candidates = [
-            (orders / (1 + others.get(target, 0)), -self._served.get(target, float("-inf")), target)
-            for target, orders in waiting.items()
-            if orders and now - self._dry.get(target, float("-inf")) > DRY_SECONDS
+            (target in self._put_off, orders / (1 + self._others.get(target, 0)), -self._last_served(target), target)
+            for target, orders in untaken.items()
+            if (orders or target in self._put_off) and now - self._dry.get(target, float("-inf")) > DRY_SECONDS
         ]
-        return max(candidates)[2] if candidates else None
+        if not candidates:
+            return None
+        best = max(candidates)[-1]
+        self._put_off.discard(best)
+        return best
+
+    def _last_served(self, target: str) -> float:
+        return self._served.get(target, float("-inf"))

@@ -26,7 +26,8 @@ from common.policies import PolicyStore
 from common.run import open_run
 from common.sections import STARTER_MODELS, NodeSettings, UpdateSettings
 from common.settings import Settings, SettingsError, merged
-from grapevine.roles import make_engine, make_generator, make_trainer, make_verifier
+from grapevine.engines import make_engine
+from grapevine.roles import make_generator, make_trainer, make_verifier
 from learners.checkpoint import WEIGHTS_FILE, Checkpoints
 from learners.evaluation import Evaluation, Plan
 
@@ -102,7 +103,8 @@ def evaluate_model(
         try:
             alone = settings.model_copy(update={"redis_url": server.url, "folder": folder, "site": "local"})
             ledger, directory = open_run(alone)
-            generator = make_generator("generator-0", alone, ledger, directory, make_engine(alone))
+            engine = make_engine(alone)
+            generator = make_generator("generator-0", alone, ledger, directory, engine)
             verifier = make_verifier("verifier-0", alone, ledger, directory)
             identity = Identity.fresh("node", "alone", "local")
             evaluation = Evaluation("0", plan, policy, ledger, directory, identity, INCARNATION)
@@ -123,6 +125,7 @@ def evaluate_model(
                         on_progress(evaluation.answered, evaluation.plan.orders)
             finally:
                 verifier.drain()
+                engine.close()
         finally:
             server.stop()
     if answers is not None:

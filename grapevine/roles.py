@@ -13,20 +13,13 @@ from common.settings import Settings, SettingsError
 from common.worker import Loop, Worker
 from generators.engines.base import Engine
 from generators.generator import Generator
+from grapevine.engines import make_engine
 from learners.learner import Learner
 from verifiers.verifier import Scorer, Verifier
 
 if TYPE_CHECKING:
     from learners.update import PolicyTrainer
     from verifiers.sandbox import Sandbox
-
-
-def make_engine(settings: Settings) -> Engine:
-    """The engine that the settings ask for."""
-    from generators.engines.transformers import TransformersEngine
-
-    pool = settings.generators
-    return TransformersEngine(pool.device, pool.dtype, pool.models_kept)
 
 
 def make_generator(name: str, settings: Settings, ledger: Ledger, directory: Directory, engine: Engine) -> Generator:

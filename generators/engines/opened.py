@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
-from common.adapters import Adapter, AdapterUnfit, adapted_layers, adapter_of, tensor_names
+from common.adapters import Adapter, tensor_names
 from common.chat import load_tokenizer, stop_ids
 from common.messages import Version
 from generators.engines.base import PolicyUnusable
+from generators.engines.shapes import Shapes
 
 
 class OpenedModel:
@@ -36,9 +37,11 @@ class OpenedModel:
             reason = " ".join(str(error).split())
             raise PolicyUnusable(f"the model {name} cannot be loaded here: {reason}") from error
         self.model: Any = loaded.to(device).eval()
+        self._shapes = Shapes.of(name, self.model)
         self.stops: set[int] = stop_ids(self.tokenizer, self.model.generation_config)
         # Adapters act as hooks on the layers they adapt; whether the layers below still hold the base model's weights.
         self._hooks: list[Any] = []
+        self.version = Version(0, 0)
         self._holds_base = True
         self._base: dict[str, Tensor] | None = None
 
@@ -47,44 +50,23 @@ class OpenedModel:
 
         Raises PolicyUnusable otherwise, with the policy before it still whole.
         """
-        try:
-            adapter, tensors = adapter_of(weights), load_file(weights)
-        except AdapterUnfit as error:
-            raise PolicyUnusable(f"policy {version}: {error}") from None
-        except (SafetensorError, OSError, ValueError) as error:
-            raise PolicyUnusable(f"policy {version} is not readable as safetensors: {error}") from None
-        if adapter is None:
-            self._take_weights(tensors, version)
+        adapters = self._shapes.adapters_in(weights, version)
+        tensors = load_file(weights)
+        if adapters is None:
+            self._drop_adapters()
+            self._holds_base = False
+            self._copy(tensors)
         else:
-            self._take_adapters(adapter, tensors, version)
+            self._take_adapters(*adapters, tensors)
+        self.version = version
 
-    def _take_weights(self, tensors: dict[str, Tensor], version: Version) -> None:
-        parameters = dict(self.model.named_parameters())
-        if tensors.keys() != parameters.keys():
-            odd = sorted(tensors.keys() ^ parameters.keys())[:3]
-            raise PolicyUnusable(f"policy {version} and model {self._name} differ in {', '.join(odd)}")
-        for name, parameter in parameters.items():
-            if tensors[name].shape != parameter.shape:
-                raise PolicyUnusable(
-                    f"policy {version}: {name} is {tuple(tensors[name].shape)}, not {tuple(parameter.shape)}"
-                )
-        self._drop_adapters()
-        self._holds_base = False
-        self._copy(tensors)
-
-    def _take_adapters(self, adapter: Adapter, tensors: dict[str, Tensor], version: Version) -> None:
+    def _take_adapters(self, adapter: Adapter, names: list[str], tensors: dict[str, Tensor]) -> None:
         """Unmerged, as the learner computes them: a small change would be lost in the rounding of 16-bit weights."""
-        layers = {name: module for name, module in self.model.named_modules() if isinstance(module, torch.nn.Linear)}
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        try:
-            names = adapted_layers(adapter, shapes, {name: tuple(layer.weight.shape) for name, layer in layers.items()})
-        except AdapterUnfit as error:
-            raise PolicyUnusable(f"policy {version} and model {self._name}: {error}") from None
         self._restore_base()
         self._drop_adapters()
         for name in names:
             a, b = (tensors[tensor].to(self._device, self._dtype) for tensor in tensor_names(name))
-            self._hooks.append(layers[name].register_forward_hook(_Adapted(a, b, adapter.scale)))
+            self._hooks.append(self.model.get_submodule(name).register_forward_hook(_Adapted(a, b, adapter.scale)))
 
     def _restore_base(self) -> None:
         """The base model's own weights, where another policy's took their place. Raises PolicyUnusable."""

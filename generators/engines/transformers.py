@@ -32,12 +32,17 @@ class TransformersEngine:
         self._dtype = getattr(torch, dtype)
         self._kept = models_kept
         self._opened: dict[str, OpenedModel] = {}
-        self._version = Version(0, 0)
+        self._waiting: dict[str, Request] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that the next step answers."""
+        return len(self._waiting)
 
     def open_model(self, model: str) -> None:
         """Load a hub id or folder; one that is in memory still is only taken up again.
 
-        Raises PolicyUnusable when it cannot be loaded here; the model in use before is in use still.
+        Raises PolicyUnusable when it cannot be loaded here.
         """
         opened = self._opened.pop(model, None)
         if opened is None:
@@ -52,17 +57,34 @@ class TransformersEngine:
         Raises PolicyUnusable otherwise, with the policy before it still whole.
         """
         self._in_use.load_policy(weights, version)
-        self._version = version
 
     @property
     def _in_use(self) -> OpenedModel:
         return next(reversed(self._opened.values()))
 
+    def submit(self, request: Request) -> None:
+        """To be answered by the next step."""
+        self._waiting[request.id] = request
+
+    def cancel(self, ids: list[str]) -> None:
+        """Forget requests that no step has answered."""
+        for id in ids:
+            self._waiting.pop(id, None)
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        """Answer all requests, in one batch."""
+        requests = list(self._waiting.values())
+        answers = self._generate(requests) if requests else []
+        self._waiting.clear()
+        return [(request.id, answer) for request, answer in zip(requests, answers, strict=True)]
+
+    def close(self) -> None:
+        """Let go of all models."""
+        self._opened.clear()
+
     @torch.inference_mode()
-    def generate(self, requests: list[Request]) -> list[list[Completion]]:
+    def _generate(self, requests: list[Request]) -> list[list[Completion]]:
         """Sample all completions of all requests together."""
-        if not requests:
-            return []
         prompts = [prompt_ids(self._in_use.tokenizer, request.question) for request in requests]
         owner = torch.tensor([i for i, request in enumerate(requests) for _ in range(request.completions)])
         rows = len(owner)
@@ -138,7 +160,7 @@ class TransformersEngine:
                         tokens=lengths[row],
                         logprob=float(values.sum(dtype=np.float64)),
                         finish_reason="stop" if stopped[row] else "length",
-                        spans=[Span(0, lengths[row], self._version)],
+                        spans=[Span(0, lengths[row], self._in_use.version)],
                     )
                 )
                 row += 1
@@ -156,7 +178,7 @@ class _Sampler:
         self._greedy = any(s.temperature == 0.0 for s in samplings)
 
     def __call__(self, logits: Tensor, rows: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens and their log-probabilities (after temperature, before the top-p cut; greedy ones at temperature 1)."""
+        """Tokens and their log-probabilities as sampled: after temperature and top-p cut; greedy ones at temperature 1."""
         temperature = self._temperature[rows]
         greedy = temperature == 0.0
         spread = torch.log_softmax(logits.float() / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
@@ -166,6 +188,7 @@ class _Sampler:
             before = ordered.cumsum(-1) - ordered
             ordered[before >= self._top_p[rows].double().unsqueeze(1)] = 0.0
             weights = torch.zeros_like(weights).scatter_(1, order, ordered)
+            spread = spread - weights.sum(-1, keepdim=True).log().to(spread.dtype)
         heights = weights.cumsum(-1)
         chosen = torch.searchsorted(heights, (uniforms.double() * heights[:, -1]).unsqueeze(1), right=True).squeeze(1)
         chosen = chosen.clamp(max=logits.shape[1] - 1)

@@ -16,7 +16,8 @@ from transformers.utils import logging
 from common.clock import RoundClock
 from common.run import open_run
 from common.settings import Settings, SettingsError
-from grapevine.roles import make_engine, make_generator, make_learner, make_verifier
+from grapevine.engines import make_engine
+from grapevine.roles import make_generator, make_learner, make_verifier
 from grapevine.running.barrier import Barriers
 from grapevine.screen.live import Screen
 
@@ -41,7 +42,7 @@ def run_lockstep(settings: Settings, console: Console) -> int:
     if clock.round:
         console.print(f"resuming after round {clock.round}", highlight=False)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the screen shows one of its own
-    engine = make_engine(settings)
+    engine = make_engine(settings, exact=True)
     generator = make_generator("generator-0", settings, ledger, directory, engine)
     verifier = make_verifier("verifier-0", settings, ledger, directory)
     learners = [make_learner(node, settings, ledger, directory) for node in nodes]

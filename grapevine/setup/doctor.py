@@ -40,6 +40,7 @@ def examine(settings: Settings) -> Iterator[Finding]:
     for finding, memory in _machine():
         gpu_memory = max(gpu_memory, memory)
         yield finding
+    yield from _engine(settings)
     yield from _folder(settings.run_folder)
     yield from examine_server(settings)
     yield from _models(settings, gpu_memory)
@@ -123,6 +124,21 @@ def memory() -> tuple[int, int]:
         total = min(total, int(limit.read_text()))
         free = min(free, max(0, total - int(used.read_text())))
     return total, free
+
+
+def _engine(settings: Settings) -> Iterator[Finding]:
+    from grapevine.engines import engine_kind
+
+    try:
+        kind = engine_kind(settings)
+    except SettingsError as error:
+        yield Finding("failure", "engine", str(error), "set generators.engine=transformers, or install vLLM")
+        return
+    if kind == "paced":
+        yield Finding("warning", "engine", "paced: answers are made up", "set generators.engine=auto to train on real ones")
+        return
+    chosen = " (auto: vLLM is not installed)" if settings.generators.engine == "auto" and kind == "transformers" else ""
+    yield Finding("ok", "engine", f"generators run {kind}{chosen}")
 
 
 def _folder(folder: Path) -> Iterator[Finding]:

@@ -56,7 +56,7 @@ class NullTrainer:
 
 
 def make_worker(
-    role: str, name: str, settings: Settings, engine_seconds: float = 0.005, update_seconds: float = 0.01
+    role: str, name: str, settings: Settings, tokens_per_second: float = 3200.0, update_seconds: float = 0.01
 ) -> Loop:
     """A worker in its loop, ready to run in this process."""
     ledger, directory = open_run(settings, socket_timeout=SOCKET_TIMEOUT)
@@ -68,7 +68,7 @@ def make_worker(
     elif role == "generator":
         identity = Identity.fresh("generator", name, settings.site)
         cache = settings.run_folder / "cache" / name
-        worker = Generator(name, settings, ledger, directory, identity, PacedEngine(engine_seconds), cache)
+        worker = Generator(name, settings, ledger, directory, identity, PacedEngine(tokens_per_second), cache)
     else:
         identity = Identity.fresh("verifier", name, settings.site)
         worker = Verifier(name, settings, ledger, directory, identity, CoinScorer())

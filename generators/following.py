@@ -1,0 +1,114 @@
+"""Which policy the engine holds, and how it follows the one announced last.
+
+Guarantees: a policy is handed to the engine only after its checksum agreed; one that is missing, damaged or of another shape
+leaves the old one serving, and is counted; while something is in flight, a policy is fetched beside the sampling.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+
+from common import metrics
+from common.directory import Directory, Policy
+from common.messages import Version
+from common.policies import BadPolicy, fetch
+from generators.engines.base import Engine, PolicyUnusable
+
+# Until a policy that could not be fetched, or not be used, is tried again.
+FETCH_AGAIN_SECONDS = 1.0
+LOAD_AGAIN_SECONDS = 10.0
+
+log = structlog.get_logger()
+
+
+class Following:
+    """Keeps an engine at the newest policy of whichever target is served."""
+
+    def __init__(self, engine: Engine, directory: Directory, cache: Path) -> None:
+        """`cache`: a folder for policy files on their way in.
+
+        `change_seconds` is how long it took to open another model in place of one, the last time that happened.
+        """
+        self._engine = engine
+        self._directory = directory
+        self._cache = cache
+        self._failed: dict[str, tuple[Policy, float]] = {}
+        self._target: str | None = None
+        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="policy")
+        self._fetching: tuple[str, Policy, Future[Path]] | None = None
+        self.model: str | None = None
+        self.version: Version | None = None
+        self.change_seconds = 0.0
+
+    def serving(self, target: str) -> Version | None:
+        """The version of this target's policy that the engine holds; None when it holds none of it."""
+        return self.version if self._target == target else None
+
+    def follow(self, target: str) -> Version | None:
+        """Take on the target's newest policy where that can be done; returns what is served then.
+
+        None: nothing of this target, or it has announced none.
+        """
+        policy = self._directory.policy(target)
+        if policy is None:
+            return None
+        if (self._target, self.version) == (target, policy.version) or self._failed_lately(target, policy):
+            return self.serving(target)
+        if self._engine.in_flight and (self._target != target or policy.model != self.model):
+            return self.serving(target)  # another model or another node's: first what is in flight
+        try:
+            local = self._fetched(target, policy)
+            if local is None:
+                return self.serving(target)
+            try:
+                self._take(target, policy, local)
+            finally:
+                local.unlink()
+        except (BadPolicy, PolicyUnusable) as error:
+            metrics.policies_refused.labels(getattr(error, "reason", "shape")).inc()
+            log.warning("policy not loaded", target=target, version=str(policy.version), detail=str(error))
+            wait = LOAD_AGAIN_SECONDS if isinstance(error, PolicyUnusable) else FETCH_AGAIN_SECONDS
+            self._failed[target] = (policy, time.monotonic() + wait)
+        return self.serving(target)
+
+    def _fetched(self, target: str, policy: Policy) -> Path | None:
+        """The policy's file; None while it is on its way and there is something else to do. Raises BadPolicy."""
+        if self._fetching is not None:
+            wanted, announced, future = self._fetching
+            if self._engine.in_flight and not future.done():
+                return None
+            self._fetching = None
+            if (wanted, announced) == (target, policy):
+                return future.result()
+            if future.exception() is None:
+                future.result().unlink()  # it was overtaken by a newer one
+        if not self._engine.in_flight:
+            return fetch(policy, self._cache)
+        self._fetching = (target, policy, self._fetcher.submit(fetch, policy, self._cache))
+        return None
+
+    def _take(self, target: str, policy: Policy, local: Path) -> None:
+        if policy.model != self.model:
+            self._open(policy.model)
+        begun = time.monotonic()
+        self._engine.load_policy(local, policy.version)
+        metrics.policy_swap_seconds.observe(time.monotonic() - begun)
+        metrics.policies_loaded.labels(target).inc()
+        self._target, self.version = target, policy.version
+
+    def _open(self, model: str) -> None:
+        begun, changes = time.monotonic(), self.model is not None
+        self._target = self.version = self.model = None
+        self._engine.open_model(model)
+        self.model = model
+        if changes:
+            self.change_seconds = time.monotonic() - begun
+
+    def _failed_lately(self, target: str, policy: Policy) -> bool:
+        """Whether this policy was tried in vain and not long ago: others are served meanwhile."""
+        failed, until = self._failed.get(target, (None, 0.0))
+        return failed == policy and time.monotonic() < until

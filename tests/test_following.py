@@ -1,0 +1,135 @@
+"""How a generator keeps at its target's policy: announced on a real server, read from real files, while it answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from common import metrics
+from common.directory import Directory, Policy
+from common.ledger import Ledger
+from common.messages import Version
+from common.policies import sha256
+from common.run import open_run
+from common.settings import Settings
+from generators.engines.base import answer_all
+from generators.engines.paced import PacedEngine
+from generators.following import Following
+from grapevine.server import EmbeddedServer
+from tests.engines import KINDS, opener
+from tests.test_engine import request
+
+
+class Announcer:
+    """Says on a server which policy `node-0` has."""
+
+    def __init__(self, server: EmbeddedServer, run: str, model: Path) -> None:
+        settings = Settings.model_validate({"run": run, "redis_url": server.url})
+        self.ledger: Ledger
+        self.directory: Directory
+        self.ledger, self.directory = open_run(settings)
+        self._model = str(model)
+
+    def __call__(self, file: Path, step: int, checksum: str | None = None) -> Version:
+        version = Version(1, step)
+        policy = Policy(version, str(file), checksum or sha256(file), self._model)
+        self.ledger.redis.set(self.ledger.keys.policy("node-0"), self.directory.announcement(policy))
+        return version
+
+
+def refused(reason: str) -> float:
+    value: Any = metrics.policies_refused.labels(reason)._value.get()
+    return float(value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bad_policy_leaves_the_old_one_serving_and_is_counted(
+    kind: str, server: EmbeddedServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    announce = Announcer(server, f"bad-{kind}", tiny_model)
+    weights = load_file(tiny_model / "model.safetensors")
+    save_file({name: tensor + 0.01 for name, tensor in weights.items()}, tmp_path / "good.st")
+    save_file({name: torch.zeros(3) for name in weights}, tmp_path / "shape.st")
+    whole = (tmp_path / "good.st").read_bytes()
+    (tmp_path / "half.st").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "changed.st").write_bytes(whole[:-4] + b"\0\0\0\1")
+    with opener(kind) as open_engine:
+        engine = open_engine(tiny_model)
+        following = Following(engine, announce.directory, tmp_path / "cache")
+        assert following.follow("node-0") is None, "nothing is announced yet"
+        good = announce(tmp_path / "good.st", 1)
+        assert following.follow("node-0") == good
+        before = [completion.logprobs for completion in answer_all(engine, [request(0)])[0]]
+        bad = [
+            ("checksum", "changed.st", sha256(tmp_path / "good.st")),
+            ("checksum", "half.st", sha256(tmp_path / "good.st")),
+            ("missing", "nowhere.st", "0" * 64),
+            ("shape", "shape.st", None),
+            ("shape", "half.st", None),
+        ]
+        for step, (reason, name, checksum) in enumerate(bad, 2):
+            counted = refused(reason)
+            announce(tmp_path / name, step, checksum)
+            assert following.follow("node-0") == good
+            assert refused(reason) == counted + 1
+            assert following.follow("node-0") == good
+            assert refused(reason) == counted + 1, "it is not tried again at once"
+        (group,) = answer_all(engine, [request(0)])
+        assert [completion.logprobs for completion in group] == before
+        assert group[0].spans[0].version == good
+        better = announce(tmp_path / "good.st", 9)
+        assert following.follow("node-0") == better
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_a_policy_is_fetched_beside_what_is_in_flight(server: EmbeddedServer, tiny_model: Path, tmp_path: Path) -> None:
+    announce = Announcer(server, "beside", tiny_model)
+    file = tiny_model / "model.safetensors"
+    engine = PacedEngine()
+    following = Following(engine, announce.directory, tmp_path / "cache")
+    first = announce(file, 1)
+    assert following.follow("node-0") == first, "nothing is in flight: it is taken at once"
+    engine.submit(request(0))
+    second = announce(file, 2)
+    assert following.follow("node-0") == first
+    assert following._fetching is not None
+    following._fetching[2].result()
+    assert following.follow("node-0") == second
+    # One that is overtaken on its way is forgotten; one that fails on its way is refused.
+    announce(file, 3)
+    assert following.follow("node-0") == second
+    following._fetching[2].result()
+    announce(file, 4, checksum="0" * 64)
+    assert following.follow("node-0") == second
+    assert following._fetching is not None
+    counted = refused("checksum")
+    assert following._fetching[2].exception() is not None
+    assert following.follow("node-0") == second
+    assert refused("checksum") == counted + 1
+    engine.step()
+    fifth = announce(file, 5)
+    assert following.follow("node-0") == fifth
+    assert not list((tmp_path / "cache").iterdir())
+
+
+def test_another_node_waits_until_what_is_in_flight_is_answered(
+    server: EmbeddedServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    announce = Announcer(server, "another", tiny_model)
+    file = tiny_model / "model.safetensors"
+    engine = PacedEngine()
+    following = Following(engine, announce.directory, tmp_path / "cache")
+    ours = announce(file, 1)
+    assert following.follow("node-0") == ours
+    engine.submit(request(0))
+    redis, keys = announce.ledger.redis, announce.ledger.keys
+    redis.set(keys.policy("node-1"), redis.get(keys.policy("node-0")))
+    assert following.follow("node-1") is None
+    assert following.serving("node-0") == ours
+    engine.step()
+    assert following.follow("node-1") == ours
+    assert following.serving("node-0") is None
