@@ -41,9 +41,11 @@ lint: $(STAMP) ## style, formatting, types, and which package may import which
 chaos: $(STAMP) ## kill parts of a running swarm at random and check the books (FAULTS=300)
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS)
 
-bench: $(STAMP) ## what the transport carries, and the learner beside TRL, on this machine
-	@$(BIN)/python -m benchmarks.transport
-	@$(BIN)/python -m benchmarks.learner
+bench: $(ENV)/.stamp ## transport, generators beside their engine, the pool, the learner beside TRL, on this machine
+	@$(ENV)/bin/python -m benchmarks.transport
+	@$(ENV)/bin/python -m benchmarks.generation
+	@$(ENV)/bin/python -m benchmarks.pool
+	@$(ENV)/bin/python -m benchmarks.learner
 
 reference: $(STAMP) ## write docs/configuration.md anew from the settings in the code
 	@$(BIN)/grapevine settings --write docs/configuration.md
