@@ -88,7 +88,7 @@ class Generator:
             self._target = choice
         if self._target is None:
             time.sleep(self._wait_ms / 1000)
-            for target in self._intake.take_over(self.pool.served_targets()):
+            for target in self._intake.take_over(self.pool.served_targets):
                 self.pool.come_back(target)
             return True
         # Before a move, what is in flight is answered and nothing new taken.
@@ -110,7 +110,7 @@ class Generator:
     def _poll(self, target: str) -> None:
         """Orders into the hand, the newest policy into the engine, and from the hand into the engine."""
         self._polled = time.monotonic()
-        for other in self._intake.take_over(self.pool.served_targets()):
+        for other in self._intake.take_over(self.pool.served_targets):
             self.pool.come_back(other)
         found = self._take(target)
         if self._flight and self._polled - self._checked > STILL_WANTED_SECONDS:

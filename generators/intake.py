@@ -7,7 +7,7 @@ silent had taken is taken over by others.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -122,13 +122,16 @@ class Intake:
         """Return orders to the stream, so that another generator takes them at once."""
         self._ledger.hand_back(target, self._name, [one.entry.id for one in taken])
 
-    def take_over(self, targets: Collection[str]) -> list[str]:
-        """Every third of the quiet time, take what silent generators hold; the targets where something was found."""
+    def take_over(self, targets: Callable[[], Collection[str]]) -> list[str]:
+        """Every third of the quiet time, take what silent generators hold; the targets where something was found.
+
+        `targets` is asked for the targets to look at, when it is time.
+        """
         if time.monotonic() - self._looked < self._quiet / 3:
             return []
         self._looked = time.monotonic()
         keys, found = self._ledger.keys, []
-        for target in targets:
+        for target in targets():
             shard, stream, quiet_ms = keys.shard_of(target), keys.orders(target), int(1000 * self._quiet)
             if self._ledger.redeliver(shard, stream, GROUP, "orders", self._name, quiet_ms, MOST_TAKEN_OVER):
                 self._backlog_read.discard(target)

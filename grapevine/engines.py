@@ -42,7 +42,7 @@ def make_engine(settings: Settings, exact: bool = False) -> Engine:
     """
     pool, kind = settings.generators, engine_kind(settings, exact)
     if kind == "vllm":
-        from generators.engines.vllm import VllmEngine
+        from generators.engines.vllm.engine import VllmEngine
 
         return VllmEngine(pool.device, pool.dtype, pool.engine_options)
     if kind == "paced":

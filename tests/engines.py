@@ -30,7 +30,7 @@ def opener(kind: str, dtype: str = "float32", models_kept: int = 1) -> Iterator[
     def open_engine(model: Path) -> Engine:
         engine: Engine
         if kind == "vllm":
-            from generators.engines.vllm import VllmEngine
+            from generators.engines.vllm.engine import VllmEngine
 
             engine = VllmEngine("cpu", dtype, SMALL)
         else:

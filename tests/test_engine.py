@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from common.chat import load_tokenizer, prompt_ids
 from common.messages import Completion, Sampling, Version
 from common.sections import NodeSettings
+from common.settings import Settings, SettingsError
 from generators.engines.base import Engine, PolicyUnusable, Request, RequestUnfit, answer_all
+from grapevine.engines import make_engine
 from learners.batches import Encoded
 from learners.mix import Sample
 from learners.update import PolicyTrainer
@@ -294,6 +296,17 @@ def test_cancelled_requests_are_forgotten(engine: Engine) -> None:
     assert sorted(answered) == ["r/0", "r/3"]
 
 
+def test_options_of_other_engines() -> None:
+    for generators, said in (
+        ({"engine": "transformers", "engine_options": {"max_model_len": 9}}, "the transformers engine has no options"),
+        ({"engine": "paced", "engine_options": {"pace": 9}}, "engine_options: .*unexpected keyword argument 'pace'"),
+    ):
+        with pytest.raises(SettingsError, match=said):
+            make_engine(Settings.model_validate({"generators": generators}))
+    paced = make_engine(Settings.model_validate({"generators": {"engine": "paced", "engine_options": {"tokens": 3}}}))
+    assert [completion.tokens for completion in answer_all(paced, [request(0)])[0]] == [3, 3, 3, 3]
+
+
 @pytest.mark.parametrize("kind", [pytest.param("vllm", marks=needs_vllm)], scope="module")
 class TestContinuousBatching:
     """What only an engine can do whose requests join and leave at any token."""
@@ -337,6 +350,21 @@ class TestContinuousBatching:
             engine.open_model(str(tmp_path / "narrow"))
         engine.open_model(str(tiny_model))
         assert len(answer_all(engine, [request(0)])[0]) == 4
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            ({"max_modle_len": 4096}, "vLLM's EngineArgs have no max_modle_len"),
+            ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is decided by grapevine; leave it out"),
+        ],
+    )
+    def test_options_that_vllm_has_not_are_refused_at_once(self, options: dict[str, Any], said: str) -> None:
+        from generators.engines.vllm.engine import VllmEngine
+
+        with pytest.raises(SettingsError, match=said):
+            VllmEngine("cpu", options=options)
+        with pytest.raises(SettingsError, match="this build of vLLM does not run on cuda"):
+            VllmEngine("cuda:1")
 
     def test_what_is_longer_than_the_context_is_refused(self, engine: Engine) -> None:
         with pytest.raises(RequestUnfit, match="exceed the 512"):

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
-BACKEND = "safetensors"
+from generators.engines.vllm.options import BACKEND
 
 
 @dataclass

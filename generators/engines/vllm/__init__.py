@@ -1,0 +1,1 @@
+"""The vLLM engine. Nothing here imports vLLM before an engine is made."""
