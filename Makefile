@@ -30,7 +30,7 @@ test: lint ## lint, then the whole test suite
 	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-vllm: $(VLLM_STAMP) ## the tests that need vLLM
-	@.venv-vllm/bin/python -m pytest -q -m vllm
+	@.venv-vllm/bin/python -m pytest -q -m vllm -n 2 --dist loadfile
 
 lint: $(STAMP) ## style, formatting, types, and which package may import which
 	@$(BIN)/ruff check
