@@ -149,12 +149,12 @@ class Bench:
         from vllm.sampling_params import RequestOutputKind
 
         engine: Any = self.engine
-        inner, tokenizer = engine._engine, engine._found.tokenizer
+        inner, tokenizer = engine._engine, engine._base.tokenizer
         began = time.perf_counter()
         for request in requests:
             params = SamplingParams(
                 n=COMPLETIONS, max_tokens=TOKENS, logprobs=0, seed=request.seed, detokenize=True,
-                stop_token_ids=sorted(engine._found.stops), output_kind=RequestOutputKind.FINAL_ONLY,
+                stop_token_ids=sorted(engine._base.stops), output_kind=RequestOutputKind.FINAL_ONLY,
             )  # fmt: skip
             inner.add_request(request.id, {"prompt_token_ids": prompt_ids(tokenizer, request.question)}, params)
         tokens = 0
