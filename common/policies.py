@@ -67,7 +67,7 @@ def fetch(policy: Policy, cache: Path) -> Path:
     try:
         with fsspec.open(policy.url, "rb") as source, local.open("wb") as sink:
             shutil.copyfileobj(source, sink, 2**20)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:  # the last: a protocol whose package is not installed
         local.unlink(missing_ok=True)
         raise BadPolicy("missing", f"policy {policy.version} at {policy.url}: {error}") from None
     if sha256(local) != policy.checksum:

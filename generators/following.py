@@ -40,6 +40,9 @@ class Following:
         self._target: str | None = None
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._fetching: tuple[str, Policy, Future[Path]] | None = None
+        self._opened = False
+        for left in cache.glob("policy-*.safetensors"):
+            left.unlink()  # by a process that was killed while it fetched
         self.model: str | None = None
         self.version: Version | None = None
         self.change_seconds = 0.0
@@ -72,7 +75,7 @@ class Following:
             metrics.policies_refused.labels(getattr(error, "reason", "shape")).inc()
             log.warning("policy not loaded", target=target, version=str(policy.version), detail=str(error))
             wait = LOAD_AGAIN_SECONDS if isinstance(error, PolicyUnusable) else FETCH_AGAIN_SECONDS
-            self._failed[target] = (policy, time.monotonic() + wait)
+            self._failed[target] = (policy, time.monotonic() + max(wait, 10 * self.change_seconds))
         return self.serving(target)
 
     def _fetched(self, target: str, policy: Policy) -> Path | None:
@@ -101,12 +104,15 @@ class Following:
         self._target, self.version = target, policy.version
 
     def _open(self, model: str) -> None:
-        begun, changes = time.monotonic(), self.model is not None
+        begun = time.monotonic()
         self._target = self.version = self.model = None
-        self._engine.open_model(model)
-        self.model = model
-        if changes:
-            self.change_seconds = time.monotonic() - begun
+        try:
+            self._engine.open_model(model)
+            self.model = model
+        finally:
+            if self._opened:
+                self.change_seconds = time.monotonic() - begun
+            self._opened = True
 
     def _failed_lately(self, target: str, policy: Policy) -> bool:
         """Whether this policy was tried in vain and not long ago: others are served meanwhile."""

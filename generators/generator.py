@@ -32,6 +32,8 @@ IDLE_WAIT_MS = 100
 # While the engine is at work, the server is asked for orders and policies no more often than this.
 POLL_SECONDS = 0.02
 STILL_WANTED_SECONDS = 1.0
+# A node whose policy cannot be had is left alone for so long.
+NO_POLICY_SECONDS = 1.0
 # A move to another target waits until what is in flight is answered, and may open another model: neither more than a
 # small part of the time.
 ANSWERS_PER_STAY = 4
@@ -56,6 +58,7 @@ class Generator:
         self.name = name
         self._settings = settings.generators
         self._seed = settings.seed
+        self._site = settings.site
         self._ledger = ledger
         self._directory = directory
         self._identity = identity
@@ -78,9 +81,22 @@ class Generator:
         self._engine.cancel(list(self._flight))
         self._hand, self._flight, self.pool.current = {}, {}, None
         self._intake.forget()
+        for target in self._directory.targets(self._site):
+            self.pool.come_back(target)
 
     def step(self) -> bool:
         """Take orders where there is room, sample on, send the groups that are whole."""
+        if not self._flight or time.monotonic() - self._polled > POLL_SECONDS:
+            self._polled = time.monotonic()
+            self._look_around()
+        if self._flight and self._target is not None:
+            self._sample(self._target)
+        return True
+
+    def _look_around(self) -> None:
+        """Choose whom to serve, take orders, keep at the policy."""
+        for target in self._intake.take_over(self.pool.served_targets):
+            self.pool.come_back(target)
         choice = self.pool.choose(
             max(ANSWERS_PER_STAY * self._answer_seconds, OPENINGS_PER_STAY * self._policy.change_seconds)
         )
@@ -88,15 +104,9 @@ class Generator:
             self._target = choice
         if self._target is None:
             time.sleep(self._wait_ms / 1000)
-            for target in self._intake.take_over(self.pool.served_targets):
-                self.pool.come_back(target)
-            return True
-        # Before a move, what is in flight is answered and nothing new taken.
-        if choice == self._target and self._may_poll():
-            self._poll(self._target)
-        if self._flight:
-            self._sample(self._target)
-        return True
+        elif choice in (None, self._target):
+            self._serve(self._target)
+        # Otherwise it is about to move: what is in flight is answered and nothing new taken.
 
     # --- taking orders ---
 
@@ -104,29 +114,32 @@ class Generator:
     def _wait_ms(self) -> int:
         return IDLE_WAIT_MS if self._ledger.clock.unit == "ms" else 0
 
-    def _may_poll(self) -> bool:
-        return not self._flight or time.monotonic() - self._polled > POLL_SECONDS
-
-    def _poll(self, target: str) -> None:
-        """Orders into the hand, the newest policy into the engine, and from the hand into the engine."""
-        self._polled = time.monotonic()
-        for other in self._intake.take_over(self.pool.served_targets):
-            self.pool.come_back(other)
+    def _serve(self, target: str) -> None:
+        """The newest policy into the engine, orders into the hand, and those that the policy may answer into the engine."""
+        self.pool.visited(target)
+        serving = self._policy.follow(target)
+        if serving is None:
+            # Nothing of its is taken, so that a generator that can load its policy may.
+            self.pool.ran_dry(target, NO_POLICY_SECONDS)
+            time.sleep(self._wait_ms / 1000)
+            return
         found = self._take(target)
         if self._flight and self._polled - self._checked > STILL_WANTED_SECONDS:
             self._checked = self._polled
             self._drop(target, self._intake.closed(target, [taken for taken, _ in self._flight.values()]))
-        if not self._hand and not self._flight:
-            if not found:
-                self.pool.ran_dry(target)
+        if any(taken.order.lowest > serving for taken in self._hand.values()):
+            serving = self._policy.follow(target) or serving  # it was announced together with them
+        self._submit(target, serving)
+        if self._flight:
             return
-        serving = self._policy.follow(target)
-        if not self._hand:
-            return
-        if serving is not None and all(taken.order.lowest <= serving for taken in self._hand.values()):
-            self._submit(target, serving)
-        else:
-            self._put_off(target)
+        if self._hand:
+            # The policy that they ask for cannot be had here, or not yet.
+            self._intake.hand_back(target, self._hand.values())
+            self._hand = {}
+            self.pool.ran_dry(target, NO_POLICY_SECONDS)
+            time.sleep(self._wait_ms / 1000)
+        elif not found:
+            self.pool.ran_dry(target)
 
     def _take(self, target: str) -> int:
         """Fill the hand; returns how many entries were read."""
@@ -147,15 +160,6 @@ class Generator:
     def _room(self) -> int:
         return self._settings.batch_orders - len(self._hand) - len(self._flight)
 
-    def _put_off(self, target: str) -> None:
-        """No policy for them yet: they stay pending with this generator, and others are served meanwhile."""
-        self._intake.put_off(target, self._hand.values())
-        self._hand = {}
-        if not self._flight:
-            self.pool.ran_dry(target)
-            self.pool.come_back(target)
-            time.sleep(self._wait_ms / 1000)
-
     def _drop(self, target: str, closed: list[Taken]) -> None:
         """Nobody waits for these any more."""
         self._engine.cancel([taken.order.id for taken in closed])
@@ -166,8 +170,10 @@ class Generator:
     # --- answering ---
 
     def _submit(self, target: str, serving: Version) -> None:
-        for taken in self._hand.values():
+        """From the hand into the engine, as far as the policy served is new enough."""
+        for taken in [taken for taken in self._hand.values() if taken.order.lowest <= serving]:
             order = taken.order
+            del self._hand[order.id]
             seed = int.from_bytes(hashlib.sha256(f"{self._seed} {order.id}".encode()).digest()[:8])
             try:
                 text = build(order.question).text
@@ -178,7 +184,6 @@ class Generator:
                 self._intake.refuse(target, taken.entry, Refused("too_long", str(reason)))
             else:
                 self._flight[order.id] = (taken, time.monotonic())
-        self._hand = {}
         metrics.orders_in_flight.set(len(self._flight))
 
     def _sample(self, target: str) -> None:

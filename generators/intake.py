@@ -61,6 +61,9 @@ class Intake:
             self._backlog_read.add(target)
             backlog = self._ledger.take_orders(target, self._name, 1000, 0, backlog=True)
             entries += [entry for entry in backlog if entry.id not in held]
+            # Those in hand were read again only by the way, which is no new attempt at them.
+            again = [(taken.entry.stream, taken.entry.id) for taken in in_hand]
+            self._ledger.keep(again, GROUP, self._name, deliveries=1)
         if count > 0:
             entries += self._ledger.take_orders(target, self._name, count, 0 if entries else wait_ms)
         readable = [taken for taken in (self._read(target, entry) for entry in entries) if taken is not None]
@@ -112,11 +115,6 @@ class Intake:
         log.debug("order refused", entry=entry.id, reason=refusal.reason, detail=refusal.detail)
         shard = self._ledger.keys.shard_of(target)
         self._ledger.refuse(shard, GROUP, entry, "orders", refusal.reason, refusal.detail, self._name)
-
-    def put_off(self, target: str, taken: Iterable[Taken]) -> None:
-        """Leave orders pending with this generator, to be read again on its next visit; that is no attempt at them."""
-        self._ledger.keep([(one.entry.stream, one.entry.id) for one in taken], GROUP, self._name, deliveries=1)
-        self._backlog_read.discard(target)
 
     def hand_back(self, target: str, taken: Iterable[Taken]) -> None:
         """Return orders to the stream, so that another generator takes them at once."""

@@ -17,15 +17,16 @@ from common.directory import Directory
 DRY_SECONDS = 0.2
 # A node that orders as fast as it is served would otherwise keep its generators for ever.
 STAY_SECONDS = 1.0
+LONGEST_WAIT_SECONDS = 60.0
 ANNOUNCE_SECONDS = 2.0
 
 log = structlog.get_logger()
 
 
 class Pool:
-    """Chooses the target with the most untaken orders per generator; stays until it runs dry, or for a while at most.
+    """Chooses the target with the most untaken orders per generator, the longer it was not served the sooner.
 
-    Among equals the one served longest ago comes first.
+    Stays until the target runs dry, or for a while at most.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Pool:
         self._now = now
         self._dry: dict[str, float] = {}
         self._served: dict[str, float] = {}
-        self._put_off: set[str] = set()
+        self._to_visit: set[str] = set()
         self._others: dict[str, int] = {}
         self._since = float("-inf")
         self._announced = (float("-inf"), "")
@@ -79,14 +80,18 @@ class Pool:
         """Serve this one next: lockstep and tests decide themselves."""
         self.current, self._since = target, self._now()
 
-    def ran_dry(self, target: str) -> None:
-        """No new order was found there: look elsewhere, and not there again at once (others may hold its orders)."""
-        self._dry[target] = self._now()
+    def ran_dry(self, target: str, seconds: float = DRY_SECONDS) -> None:
+        """Nothing to do there: look elsewhere, and not there again for so long."""
+        self._dry[target] = self._now() + seconds
         self.current = None
 
     def come_back(self, target: str) -> None:
-        """Orders of this target are in this generator's hands and wait for its next visit."""
-        self._put_off.add(target)
+        """Orders of this target may be with this generator already, where nobody counts them: pay it a visit."""
+        self._to_visit.add(target)
+
+    def visited(self, target: str) -> None:
+        """Its orders are being taken."""
+        self._to_visit.discard(target)
 
     def served_targets(self) -> list[str]:
         """All targets that this generator may serve."""
@@ -109,15 +114,12 @@ class Pool:
         untaken = self._directory.untaken_orders(served)
         self._others = self._directory.assigned(besides=self._me)
         candidates = [
-            (target in self._put_off, orders / (1 + self._others.get(target, 0)), -self._last_served(target), target)
+            (max(1, orders) / (1 + self._others.get(target, 0)) * self._patience(target, now), target)
             for target, orders in untaken.items()
-            if (orders or target in self._put_off) and now - self._dry.get(target, float("-inf")) > DRY_SECONDS
+            if (orders or target in self._to_visit) and now >= self._dry.get(target, now)
         ]
-        if not candidates:
-            return None
-        best = max(candidates)[-1]
-        self._put_off.discard(best)
-        return best
+        return max(candidates)[1] if candidates else None
 
-    def _last_served(self, target: str) -> float:
-        return self._served.get(target, float("-inf"))
+    def _patience(self, target: str, now: float) -> float:
+        """Grows while a target is not served, so that one with few orders has its turn too."""
+        return STAY_SECONDS + min(now - self._served.get(target, float("-inf")), LONGEST_WAIT_SECONDS)

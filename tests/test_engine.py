@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -351,22 +352,25 @@ class TestContinuousBatching:
         engine.open_model(str(tiny_model))
         assert len(answer_all(engine, [request(0)])[0]) == 4
 
-    @pytest.mark.parametrize(
-        ("options", "said"),
-        [
-            ({"max_modle_len": 4096}, "vLLM's EngineArgs have no max_modle_len"),
-            ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is decided by grapevine; leave it out"),
-        ],
-    )
-    def test_options_that_vllm_has_not_are_refused_at_once(self, options: dict[str, Any], said: str) -> None:
-        from generators.engines.vllm.engine import VllmEngine
-
-        with pytest.raises(SettingsError, match=said):
-            VllmEngine("cpu", options=options)
-        with pytest.raises(SettingsError, match="this build of vLLM does not run on cuda"):
-            VllmEngine("cuda:1")
-
     def test_what_is_longer_than_the_context_is_refused(self, engine: Engine) -> None:
         with pytest.raises(RequestUnfit, match="exceed the 512"):
             engine.submit(request(0, tokens=600))
         assert engine.in_flight == 0
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_modle_len": 4096}, "vLLM's EngineArgs have no max_modle_len"),
+        ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode is decided by grapevine; leave it out"),
+    ],
+)
+def test_options_that_vllm_has_not_are_refused_at_once(options: dict[str, Any], said: str) -> None:
+    from generators.engines.vllm.engine import VllmEngine
+
+    with pytest.raises(SettingsError, match=said):
+        VllmEngine("cpu", options=options)
+    with pytest.raises(SettingsError, match="this build of vLLM does not run on cuda"):
+        VllmEngine("cuda:1")

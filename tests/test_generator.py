@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.identity import Identity
-from common.messages import Completion
+from common.messages import Completion, Version
 from generators.engines.base import Request, RequestUnfit
 from generators.engines.paced import PacedEngine
 from generators.generator import Generator
@@ -46,7 +47,7 @@ class Choosy(PacedEngine):
 
 @pytest.fixture
 def site(server: EmbeddedServer, tmp_path: Path, request: pytest.FixtureRequest) -> Site:
-    return Site(tmp_path, server.url, request.node.name.replace("_", "-")[:40])
+    return Site(tmp_path, server.url, request.node.name.replace("_", "-")[:40].strip("-"))
 
 
 def generator_with(site: Site, engine: PacedEngine, name: str = "h", **generators: Any) -> Generator:
@@ -185,3 +186,77 @@ def test_an_order_asked_again_while_it_is_in_flight_is_answered_once(site: Site)
     while engine.in_flight:
         generator.step()
     assert raw(site) == in_flight
+
+
+def test_a_generator_that_comes_back_answers_what_it_had_taken(site: Site) -> None:
+    """Nobody counts orders in somebody's hands, so it has to look at its own without being asked."""
+    site.order()
+    waiting = site.directory.waiting_orders(["node-0"])["node-0"]
+    dead = generator_with(site, HeldEngine())
+    dead.pool.serve("node-0")
+    dead.step()
+    assert pending(site) == {"h": waiting}
+    again = generator_with(site, PacedEngine())
+    for _ in range(4 * waiting):
+        again.step()
+    assert site.directory.waiting_orders(["node-0"])["node-0"] == 0
+    assert raw(site) >= waiting
+
+
+def test_reading_what_is_in_hand_again_is_no_attempt_at_it(site: Site) -> None:
+    site.order()
+    generator = generator_with(site, HeldEngine())
+    generator.pool.serve("node-0")
+    generator.step()
+    for _ in range(9):
+        generator._intake.forget()
+        generator._polled = float("-inf")
+        generator.step()
+    stream = site.ledger.keys.orders("node-0")
+    found = site.ledger.redis.xpending_range(stream, "generators", "-", "+", 100)
+    assert found and all(row["times_delivered"] <= 2 for row in found)
+
+
+def test_nodes_without_a_policy_starve_nobody_and_keep_their_orders(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("generators.generator.IDLE_WAIT_MS", 1)
+    site.order()
+    keys, redis = site.ledger.keys, site.ledger.redis
+    (order, *_) = site.entries(keys.orders("node-0"))
+    for target in ("bad-0", "bad-1"):
+        site.directory.add_target(target, site.settings.site)
+        redis.xadd(keys.orders(target), {"m": order.data})
+    waiting = site.directory.waiting_orders(["node-0"])["node-0"]
+    generator = generator_with(site, PacedEngine())
+    for _ in range(20 * waiting):
+        generator.step()
+    assert raw(site) >= waiting and site.directory.waiting_orders(["node-0"])["node-0"] == 0
+    assert site.directory.untaken_orders(["bad-0", "bad-1"]) == {"bad-0": 1, "bad-1": 1}, "nothing of theirs was taken"
+
+
+def test_orders_that_ask_for_a_newer_policy_wait_beside_what_is_in_flight(site: Site) -> None:
+    site.order()
+    engine = HeldEngine()
+    generator = generator_with(site, engine, batch_orders=3, target="node-0")
+    generator.pool.serve("node-0")
+    generator.step()
+    assert engine.in_flight == 3
+    first = next(iter(generator._flight.values()))[0]
+    engine.go = 1
+    generator.step()
+    newer = msgspec.structs.replace(first.order, id="node-0/900", lowest=Version(9, 9))
+    node = site.identities["node"]
+    redis, keys = site.ledger.redis, site.ledger.keys
+    redis.delete(keys.orders("node-0"))
+    redis.xgroup_create(keys.orders("node-0"), "generators", id="0", mkstream=True)
+    redis.hset(keys.open(0), newer.id, newer.deadline)
+    redis.xadd(keys.orders("node-0"), {"m": node.seal(newer)})
+    for _ in range(5):
+        generator._polled = float("-inf")
+        generator.step()
+    assert list(generator._hand) == [newer.id] and engine.in_flight == 2
+    engine.go = 2
+    for _ in range(5):
+        generator._polled = float("-inf")
+        generator.step()
+    assert not generator._hand and not generator._flight
+    assert site.directory.untaken_orders(["node-0"])["node-0"] == 1, "handed back: another may have that policy"

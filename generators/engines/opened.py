@@ -33,7 +33,7 @@ class OpenedModel:
         try:
             self.tokenizer: Any = load_tokenizer(name)
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise PolicyUnusable(f"the model {name} cannot be loaded here: {reason}") from error
         self.model: Any = loaded.to(device).eval()

@@ -21,6 +21,9 @@ from grapevine.roles import make_generator, make_learner, make_verifier
 from grapevine.running.barrier import Barriers
 from grapevine.screen.live import Screen
 
+# A generator that has nothing in hand after so many steps, with orders waiting, will not have.
+MOST_IDLE_STEPS = 5
+
 
 class Stuck(RuntimeError):
     """A round in which some learner could not act: a bug, or messages tampered with."""
@@ -59,10 +62,15 @@ def run_lockstep(settings: Settings, console: Console) -> int:
             clock.round += 1
             answered = 0
             for target in directory.targets(settings.site):
-                while directory.waiting_orders([target])[target]:
+                idle = 0
+                while waiting := directory.waiting_orders([target])[target]:
                     generator.pool.serve(target)
                     generator.step()
                     answered += 1
+                    unmoved = directory.waiting_orders([target])[target] == waiting and not generator.in_hand()[1]
+                    idle = idle + 1 if unmoved else 0
+                    if idle > MOST_IDLE_STEPS:
+                        raise Stuck(f"the generator cannot answer the orders of {target}; its log says why")
             for shard in range(ledger.keys.shards):
                 while ledger.redis.xlen(ledger.raw(shard)):
                     verifier.step()

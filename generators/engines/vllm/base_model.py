@@ -29,7 +29,7 @@ class BaseModel:
                 generation: Any = GenerationConfig.from_pretrained(name)
             except OSError:
                 generation = None  # not every model has one
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise PolicyUnusable(f"the model {name} cannot be loaded here: {reason}") from error
         self.stops = stop_ids(self.tokenizer, generation)

@@ -118,13 +118,13 @@ class VllmEngine:
         Raises PolicyUnusable when they do not fit, with the policy before them still serving.
         """
         adapters: tuple[Adapter, list[str]] | None = self._base.shapes.adapters_in(weights, version)
-        before = self._adapter
+        before, engine = self._adapter, self._engine
         if adapters is None:
             self._change(lambda: self._take_weights([weights]), version)
             self._adapter, self._holds_base = None, False
         else:
             self._take_adapters(*adapters, weights, version)
-        if (before is None) != (self._adapter is None):
+        if (before is None) != (self._adapter is None) or engine is not self._engine:
             self._begin_again()  # vLLM cannot give a request adapters, or take them away, while it is under way
 
     def _take_adapters(self, adapter: Adapter, layers: list[str], weights: Path, version: Version) -> None:
@@ -164,10 +164,14 @@ class VllmEngine:
     def _reopen_for(self, rank: int) -> None:
         """vLLM must know of adapters, and their rank, when it opens a model."""
         log.info("opening the model again, for adapters", model=self._base.name, rank=rank)
-        found = self._base
+        base = self._base
         self._shut()
-        self._base, self._lora_rank = found, next(size for size in LORA_RANKS if size >= rank)
-        self._open()
+        self._base, self._lora_rank = base, next(size for size in LORA_RANKS if size >= rank)
+        try:
+            self._open()
+        except PolicyUnusable as error:
+            # The policy before is gone with the engine: whoever restarts this generator gives its orders to others.
+            raise RuntimeError(f"{error} (opened again for adapters of rank {rank})") from error
 
     def _change(self, load: Callable[[], None], version: Version) -> None:
         """Between two steps: nothing moves, the weights change, and all that the old ones computed is forgotten.
