@@ -117,8 +117,7 @@ class Generator:
     def _serve(self, target: str) -> None:
         """The newest policy into the engine, orders into the hand, and those that the policy may answer into the engine."""
         self.pool.visited(target)
-        serving = self._policy.follow(target)
-        if serving is None:
+        if self._policy.serving(target) is None and self._policy.follow(target) is None:
             # Nothing of its is taken, so that a generator that can load its policy may.
             self.pool.ran_dry(target, NO_POLICY_SECONDS)
             time.sleep(self._wait_ms / 1000)
@@ -127,9 +126,10 @@ class Generator:
         if self._flight and self._polled - self._checked > STILL_WANTED_SECONDS:
             self._checked = self._polled
             self._drop(target, self._intake.closed(target, [taken for taken, _ in self._flight.values()]))
-        if any(taken.order.lowest > serving for taken in self._hand.values()):
-            serving = self._policy.follow(target) or serving  # it was announced together with them
-        self._submit(target, serving)
+        # After taking them, since a policy is announced together with the orders that ask for it.
+        serving = self._policy.follow(target)
+        if serving is not None:
+            self._submit(target, serving)
         if self._flight:
             return
         if self._hand:
