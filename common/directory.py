@@ -40,12 +40,16 @@ class Policy(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A worker's sign of life. `at` in seconds since 1970; `facts` are the figures it shows to the status screen."""
+    """A worker's sign of life. `at` in seconds since 1970; `facts` are the figures it shows to the status screen.
+
+    `metrics` is where the worker's figures for Prometheus are, as `host:port`; empty where they are nowhere.
+    """
 
     role: str
     name: str
     at: float
     facts: dict[str, Any] = {}
+    metrics: str = ""
 
 
 _policies = msgspec.json.Decoder(Policy)
@@ -156,9 +160,9 @@ class Directory:
 
     # --- workers ---
 
-    def beat(self, role: str, name: str, facts: dict[str, Any]) -> None:
+    def beat(self, role: str, name: str, facts: dict[str, Any], metrics: str = "") -> None:
         """Sign of life."""
-        data = msgspec.json.encode(Heartbeat(role, name, time.time(), facts))
+        data = msgspec.json.encode(Heartbeat(role, name, time.time(), facts, metrics))
         self._redis.hset(self._keys.workers(), f"{role}:{name}", data)
 
     def gone(self, role: str, name: str) -> None:

@@ -40,7 +40,7 @@ class Keys:
         return self._shard(shard, f"raw:{site}")
 
     def counts(self, shard: int) -> str:
-        """Hash of totals: scored:<purpose>, shared, duplicates, redelivered, refused:<stream>:<reason>, ..."""
+        """Hash of totals: scored:<purpose>, shared, duplicates, redelivered, refused:<stream>:<reason>, started:<role>"""
         return self._shard(shard, "counts")
 
     def quarantine(self, shard: int) -> str:

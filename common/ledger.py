@@ -262,8 +262,14 @@ class Ledger:
         pipeline.ltrim(self.keys.quarantine(shard), 0, QUARANTINE_KEPT - 1)
         pipeline.execute()
 
+    def count_start(self, role: str) -> None:
+        """Count the start of a worker: what dies and comes back shows here."""
+        self.redis.hincrby(self.keys.counts(0), f"started:{role}", 1)
+
     def counts(self) -> dict[str, int]:
-        """Totals over all shards: scored:<purpose>, shared, duplicates, skipped, redelivered, refused:<stream>:<reason>."""
+        """Totals over all shards: scored:<purpose>, shared, duplicates, skipped, redelivered, refused:<stream>:<reason>,
+        started:<role>.
+        """
         totals: dict[str, int] = {}
         for shard in range(self.keys.shards):
             for field, value in self.redis.hgetall(self.keys.counts(shard)).items():

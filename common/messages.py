@@ -31,11 +31,19 @@ M = TypeVar("M", bound=msgspec.Struct)
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
+# Why messages are refused: the words of all counts. The last two are the ledger's own.
+REASONS = (
+    "malformed", "too_large", "old_schema", "unknown_key", "wrong_role", "bad_signature", "wrong_node", "foreign_site",
+    "wrong_count", "wrong_shard", "wrong_question", "unknown_order", "misplaced", "replayed", "stale", "too_long",
+    "bad_question", "held_out", "newer_schema", "deliveries",
+)  # fmt: skip
+
+
 class Refused(Exception):
     """A message that must not be used.
 
     Attributes:
-        reason: one word for the count (`malformed`, `too_large`, `unknown_key`, `bad_signature`, `wrong_role`, ...).
+        reason: one of REASONS.
         detail: one sentence for the person who reads the quarantine.
     """
 

@@ -8,6 +8,7 @@ and never the password.
 
 from __future__ import annotations
 
+import os
 import ssl
 from typing import Any
 
@@ -30,6 +31,8 @@ class PasswordRefused(ServerRefused):
 
 
 OLDEST = 7
+# The passwords in the manifests, so that a cluster on a laptop comes up at once, begin with this word.
+PUBLISHED = "published-"
 RIGHTS = "~gv:* ~rq:* &* +@all"
 
 
@@ -117,9 +120,18 @@ def connect(url: str, socket_timeout: float = 30.0) -> redis.Redis:
             "letters and digits as %XX"
         ) from None
     pool = client.connection_pool
+    if str(pool.connection_kwargs.get("password") or "").startswith(PUBLISHED) and not _published_allowed():
+        raise ServerRefused(
+            "the password in redis_url is published with the manifests, so anyone knows it; make passwords of your own with "
+            "`grapevine cluster init OVERLAY FOLDER`, or set GRAPEVINE_PUBLISHED_PASSWORDS=allowed where nobody else gets in"
+        )
     if pool.connection_class is SSLConnection:
         pool.connection_class = _TlsConnection
     return client
+
+
+def _published_allowed() -> bool:
+    return os.environ.get("GRAPEVINE_PUBLISHED_PASSWORDS") == "allowed"
 
 
 def address(url: str) -> str:
@@ -142,7 +154,7 @@ def away(url: str, error: Exception) -> ServerRefused:
 
 def denied(error: Exception) -> str | None:
     """One sentence about an answer of the server that means a fault of its set-up; None for any other error."""
-    if isinstance(error, redis.exceptions.NoPermissionError):
+    if isinstance(error, redis.exceptions.NoPermissionError) or "ACL failure in script" in str(error):
         return _permission("redis_url", error)
     if isinstance(error, redis.ResponseError) and "MISCONF" in str(error):
         return (

@@ -35,6 +35,8 @@ from common.tasks import TaskRefused, define, draw, resolve_tasks
 from common.yaml_text import BadYaml, parse
 
 DEFAULT_NODES = 4
+# What no file of a run may hold; worker processes get it from their environment.
+SECRETS = frozenset({"redis_url", "policies_token"})
 
 
 class Settings(BaseSettings):
@@ -60,7 +62,14 @@ class Settings(BaseSettings):
     )
     shards: int = Field(1, ge=1, le=1024, description="parts that the nodes' streams are spread over")
     redeliver_seconds: float = Field(15.0, gt=0, description="a worker silent for so long loses its entries to others")
-    policies_url: str | None = Field(None, description="fsspec URL for policy files; default: a folder of the run")
+    policies_url: str | None = Field(
+        None,
+        description="fsspec URL for policy files; `http://{node}.host:9101`: every learner serves its own there; default: a "
+        "folder of the run",
+    )
+    policies_token: str | None = Field(
+        None, min_length=16, description="opens policies that learners serve over HTTP; the same for all workers of a site"
+    )
     node: NodeSettings = NodeSettings()
     nodes: int | dict[NamePattern, dict[str, Any] | None] = Field(DEFAULT_NODES, description="how many, or a name per node")
     generators: GeneratorSettings = GeneratorSettings()
@@ -137,6 +146,11 @@ class Settings(BaseSettings):
             }
         node = self.node.model_copy(update={"model": folders.get(self.node.model, self.node.model)})
         return self.model_copy(update={"node": node, "nodes": nodes})
+
+    @property
+    def serves_policies(self) -> bool:
+        """Whether learners hand out policies themselves, over HTTP."""
+        return self.policies_url is not None and self.policies_url.startswith(("http://", "https://"))
 
     @property
     def run_folder(self) -> Path:

@@ -25,6 +25,7 @@ OTHER_VARIABLES = {
     "GRAPEVINE_CACHE": "where the starter model is kept; default ~/.cache/grapevine",
     "GRAPEVINE_LOG": "`json`: log lines as JSON",
     "GRAPEVINE_LOG_LEVEL": "`debug`, `info`, `warning` or `error`",
+    "GRAPEVINE_PUBLISHED_PASSWORDS": "`allowed`: use a server whose password is published with the manifests",
     "GRAPEVINE_SETTINGS": "the file of settings that `docker compose` gives to its containers",
 }
 
@@ -51,6 +52,11 @@ def contradiction(settings: Settings) -> str | None:
     names = settings.node_names()
     if "auto" in names:
         return "setting nodes: no node can be called auto, which generators.target uses for any node; choose another name"
+    if settings.serves_policies and settings.policies_token is None:
+        return (
+            "setting policies_url: learners that serve policies over HTTP need policies_token, a secret of 16 or more "
+            "characters that all workers share (GRAPEVINE_POLICIES_TOKEN in the environment)"
+        )
     target = settings.generators.target
     # `eval-` targets come and go with evaluation jobs.
     if target not in ("auto", *names) and not target.startswith("eval-"):

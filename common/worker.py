@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import redis
 import structlog
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from common import metrics
 from common.directory import HEARTBEAT_SECONDS, Directory
@@ -74,6 +74,12 @@ class Loop:
         self._failure: BaseException | None = None
         self.joined = False
         self.last_step = time.monotonic()
+        self.metrics_at = ""
+
+    @property
+    def role(self) -> str:
+        """The worker's."""
+        return self._worker.role
 
     def stop(self, *_: int | FrameType | None) -> None:
         """End after the current step. Usable as a signal handler."""
@@ -119,14 +125,17 @@ class Loop:
 
     def _beat(self) -> None:
         ledger, directory = self._heart()
-        stopping = False
+        stopping = counted = False
         # The first beat comes at once: who looks for workers must see one that has just begun.
         while True:
             try:
                 if stopping:
                     directory.gone(self._worker.role, self._worker.name)
                     return
-                directory.beat(self._worker.role, self._worker.name, self._worker.facts())
+                directory.beat(self._worker.role, self._worker.name, self._worker.facts(), self.metrics_at)
+                if not counted:
+                    ledger.count_start(self._worker.role)
+                    counted = True
                 group, entries = self._worker.in_hand()
                 if entries:
                     ledger.keep(entries, group, self._worker.name)
@@ -139,16 +148,31 @@ class Loop:
             stopping = self._drained.wait(HEARTBEAT_SECONDS)
 
 
-def serve_health(loop: Loop, port: int, stalled_after: float = 600.0) -> ThreadingHTTPServer:
+class Alive(Protocol):
+    """What health is asked of: a loop, or what turns like one. `metrics_at` is told where the figures are."""
+
+    joined: bool
+    last_step: float
+    metrics_at: str
+
+    @property
+    def role(self) -> str:
+        """Whose it is."""
+
+
+def serve_health(
+    loop: Alive, run: str, port: int, address: str = "0.0.0.0", stalled_after: float = 600.0
+) -> ThreadingHTTPServer:
     """Serve /healthz (the loop turns), /readyz (joined to the server) and /metrics on `port`, in the background.
 
-    A step longer than `stalled_after` seconds makes the worker unhealthy. Raises SettingsError when the port is taken.
+    Port 0 takes any that is free. A step longer than `stalled_after` seconds makes the worker unhealthy. Raises
+    SettingsError when the port is taken.
     """
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                self._send(200, generate_latest(), CONTENT_TYPE_LATEST)
+                self._send(200, metrics.page(run, loop.role), CONTENT_TYPE_LATEST)
             elif self.path == "/healthz":
                 alive = time.monotonic() - loop.last_step < stalled_after or not loop.joined
                 self._send(200 if alive else 503, b"ok\n" if alive else b"stalled\n")
@@ -168,9 +192,10 @@ def serve_health(loop: Loop, port: int, stalled_after: float = 600.0) -> Threadi
             pass
 
     try:
-        server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
+        server = ThreadingHTTPServer((address, port), Handler)
     except (OSError, OverflowError) as error:
         reason = "it is in use" if getattr(error, "errno", None) == errno.EADDRINUSE else " ".join(str(error).split())
-        raise SettingsError(f"--port {port} cannot be served: {reason}; choose another port, or 0 for none") from None
+        raise SettingsError(f"--port {port} cannot be served: {reason}; choose another port") from None
+    loop.metrics_at = f"{address}:{server.server_port}"
     threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
     return server

@@ -28,14 +28,15 @@ log = structlog.get_logger()
 class Following:
     """Keeps an engine at the newest policy of whichever target is served."""
 
-    def __init__(self, engine: Engine, directory: Directory, cache: Path) -> None:
-        """`cache`: a folder for policy files on their way in.
+    def __init__(self, engine: Engine, directory: Directory, cache: Path, token: str | None = None) -> None:
+        """`cache`: a folder for policy files on their way in; `token` opens those that learners serve over HTTP.
 
         `change_seconds` is how long it took to open another model in place of one, the last time that happened.
         """
         self._engine = engine
         self._directory = directory
         self._cache = cache
+        self._token = token
         self._failed: dict[str, tuple[Policy, float]] = {}
         self._target: str | None = None
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="policy")
@@ -90,8 +91,8 @@ class Following:
             if future.exception() is None:
                 future.result().unlink()  # it was overtaken by a newer one
         if not self._engine.in_flight:
-            return fetch(policy, self._cache)
-        self._fetching = (target, policy, self._fetcher.submit(fetch, policy, self._cache))
+            return fetch(policy, self._cache, self._token)
+        self._fetching = (target, policy, self._fetcher.submit(fetch, policy, self._cache, self._token))
         return None
 
     def _take(self, target: str, policy: Policy, local: Path) -> None:
@@ -100,7 +101,7 @@ class Following:
         begun = time.monotonic()
         self._engine.load_policy(local, policy.version)
         metrics.policy_swap_seconds.observe(time.monotonic() - begun)
-        metrics.policies_loaded.labels(target).inc()
+        metrics.policies_loaded.labels(metrics.node_label(target)).inc()
         self._target, self.version = target, policy.version
 
     def _open(self, model: str) -> None:

@@ -66,7 +66,7 @@ class Generator:
         fixed = self._settings.target
         self.pool = Pool(directory, name, settings.site, None if fixed == "auto" else fixed, self._settings.models)
         self._intake = Intake(name, settings.site, ledger, directory, settings.redeliver_seconds)
-        self._policy = Following(engine, directory, cache)
+        self._policy = Following(engine, directory, cache, settings.policies_token)
         self._target: str | None = None
         self._hand: dict[str, Taken] = {}
         self._flight: dict[str, tuple[Taken, float]] = {}
@@ -204,8 +204,8 @@ class Generator:
         tokens = sum(completion.tokens for completion in completions)
         self._tokens += tokens
         self._groups += 1
-        metrics.tokens_generated.labels(target).inc(tokens)
-        metrics.groups_answered.labels(target).inc()
+        metrics.tokens_generated.labels(metrics.node_label(target)).inc(tokens)
+        metrics.groups_answered.labels(metrics.node_label(target)).inc()
 
     # --- the end, and what others see ---
 

@@ -16,7 +16,7 @@ from common.guard import check_imports
 check_imports()  # before anything else is imported from a folder that may not be ours
 
 # ruff: noqa: E402
-from grapevine.commands import control, evaluate, experiment, join, results, run, setup, status
+from grapevine.commands import cluster, control, evaluate, experiment, join, monitor, results, run, setup, status
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,6 +30,7 @@ app.command(rich_help_panel=start)(setup.doctor)
 app.command(rich_help_panel=start)(run.up)
 app.command(rich_help_panel=start)(experiment.experiment)
 app.command(rich_help_panel=look)(status.status)
+app.command(rich_help_panel=look)(monitor.monitor)
 app.command(rich_help_panel=look)(results.report)
 app.command(rich_help_panel=look)(results.leaderboard)
 app.command(name="eval", rich_help_panel=look)(evaluate.evaluate)
@@ -38,6 +39,7 @@ app.command(rich_help_panel=take)(setup.starter)
 app.command(rich_help_panel=machines)(join.invite)
 app.command(rich_help_panel=machines)(join.join)
 app.command(rich_help_panel=machines)(run.worker)
+app.add_typer(cluster.cluster, name="cluster", rich_help_panel=machines)
 app.command(rich_help_panel=upkeep)(control.control)
 app.add_typer(control.jobs, name="jobs", rich_help_panel=upkeep)
 app.command(rich_help_panel=upkeep)(control.prune)

@@ -107,7 +107,7 @@ def _fetched(settings: Settings, node: str, version: Version | None, scratch: Pa
     for attempt in range(ATTEMPTS):
         policy = find_policy(settings, node, version)
         try:
-            return policy, fetch(policy, scratch)
+            return policy, fetch(policy, scratch, settings.policies_token)
         except BadPolicy as error:
             if error.reason != "missing" or attempt == ATTEMPTS - 1:
                 raise SettingsError(f"{error}; name another version with --version") from None

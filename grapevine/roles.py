@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.directory import Directory
 from common.identity import Identity
 from common.ledger import Ledger
+from common.policies import served_address, store_url
+from common.policy_server import serve_policies
 from common.run import open_run
 from common.sections import NodeSettings
 from common.settings import Settings, SettingsError
@@ -14,6 +17,7 @@ from common.worker import Loop, Worker
 from generators.engines.base import Engine
 from generators.generator import Generator
 from grapevine.engines import make_engine
+from grapevine.monitoring.exporter import Exporter
 from learners.learner import Learner
 from verifiers.verifier import Scorer, Verifier
 
@@ -59,21 +63,26 @@ def make_trainer(model: str, node: NodeSettings, name: str = "") -> PolicyTraine
         raise SettingsError(f"the model {model}{f' of {name}' if name else ''} cannot be loaded: {reason}") from error
 
 
-def make_learner(node: str, settings: Settings, ledger: Ledger, directory: Directory) -> Learner:
-    """A learner with its node's key and its model."""
+def make_learner(node: str, settings: Settings, ledger: Ledger, directory: Directory, stay: bool = False) -> Learner:
+    """A learner with its node's key and its model; `stay`: it does not end when it is complete."""
     identity = Identity.kept("node", node, settings.site, settings.run_folder / "nodes" / node / "key")
     own = settings.for_node(node)
-    return Learner(node, settings, ledger, directory, identity, make_trainer(own.model, own, node), own.model)
+    address = served_address(settings, node)
+    if address is not None:
+        serve_policies(Path(store_url(settings)), address, settings.policies_token or "", node)
+    return Learner(node, settings, ledger, directory, identity, make_trainer(own.model, own, node), own.model, stay)
 
 
-def make_loop(role: str, name: str, settings: Settings) -> Loop:
-    """The loop of one worker process."""
+def make_loop(role: str, name: str, settings: Settings, stay: bool = False) -> Loop:
+    """The loop of one worker process; `stay`: a learner does not end when it is complete."""
     ledger, directory = open_run(settings)
     worker: Worker
     if role == "generator":
         worker = make_generator(name, settings, ledger, directory, make_engine(settings))
     elif role == "verifier":
         worker = make_verifier(name, settings, ledger, directory)
+    elif role == "exporter":
+        worker = Exporter(name, ledger, directory, 1000 * settings.swarm.max_age)
     else:
-        worker = make_learner(name, settings, ledger, directory)
+        worker = make_learner(name, settings, ledger, directory, stay)
     return Loop(worker, lambda: open_run(settings))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import structlog
 
-from common import metrics
 from common.directory import Directory, Policy
 from common.identity import Identity
 from common.ledger import Ledger
@@ -95,7 +94,6 @@ class HeldOut:
             try:
                 figures = {"round": pending.round, "version": str(pending.policy.version), **evaluation.result()}
                 self._journal.heldout(figures)
-                metrics.heldout_reward.labels(self._identity.record.name).set(figures["reward"])
             except Unanswered as error:
                 log.error("evaluation given up", node=self._identity.record.name, round=pending.round, detail=str(error))
             # Only now: what is written down twice can be told, what was forgotten unwritten is lost.

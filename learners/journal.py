@@ -20,6 +20,7 @@ import structlog
 
 from common.files import write_whole
 from common.settings import SettingsError
+from learners.figures import Figures
 from learners.sinks import Kind, Sink
 
 log = structlog.get_logger()
@@ -36,7 +37,7 @@ class Journal:
     `keep_until` is the checkpoint's round, later lines are dropped.
     """
 
-    def __init__(self, folder: Path, keep_until: int, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, folder: Path, node: str, keep_until: int, sinks: Sequence[Sink] = ()) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._sinks = list(sinks)
@@ -54,12 +55,14 @@ class Journal:
         # The newest last: what decisions about later rounds may look at.
         self.recent: deque[dict[str, Any]] = deque(rounds, maxlen=RECENT)
         self._pace: deque[tuple[float, int]] = deque(maxlen=SMOOTH + 1)
+        self._figures = Figures(node, rounds, self.evaluations)
 
     def round(self, record: dict[str, Any]) -> None:
         """One round's figures."""
         self._rewards.append(record["own_reward"])
         self.recent.append(record)
         self._append("rounds.jsonl", record)
+        self._figures.round(record)
         self._pass_on("round", record)
 
     def timing(self, record: dict[str, Any]) -> None:
@@ -73,6 +76,7 @@ class Journal:
         self.evaluated.add(record["round"])
         self.evaluations.append(record)
         self._append("heldout.jsonl", record)
+        self._figures.heldout(record)
         self._pass_on("heldout", record)
 
     def rollouts(self, records: list[dict[str, Any]]) -> None:

@@ -68,9 +68,14 @@ class Learner:
         identity: Identity,
         trainer: Trainer,
         model: str,
+        stay: bool = False,
     ) -> None:
-        """`model` is the folder or hub id that generators open; the trainer holds the same."""
+        """`model` is the folder or hub id that generators open; the trainer holds the same.
+
+        With `stay` it does not end when it is complete, and goes on announcing its last policy.
+        """
         self.name = node
+        self._stay = stay
         self._settings = settings
         self._node: NodeSettings = settings.for_node(node)
         self._ledger = ledger
@@ -88,9 +93,7 @@ class Learner:
         # A barrier may stand a round behind a learner, and the one before it must be good to fall back on.
         self._checkpoints = Checkpoints(folder / "checkpoints", kept=3 if ledger.clock.unit == "round" else 2)
         self._checkpoints.sweep()
-        self._store = PolicyStore(
-            settings.policies_url or str(settings.run_folder.resolve() / "policies"), node, self._node.policies_kept
-        )
+        self._store = PolicyStore.of(settings, node, self._node.policies_kept)
         found = self._checkpoints.newest()
         self._state = LearnerState()
         if found is not None:
@@ -107,8 +110,9 @@ class Learner:
         again = found is not None and ledger.clock.unit == "round"
         self._incarnation = self._state.version.incarnation if again else self._checkpoints.raise_incarnation()
         sinks = open_sinks(settings, node, settings.run_folder, self._state.round)
-        self._journal = Journal(folder, self._state.round, sinks)
+        self._journal = Journal(folder, node, self._state.round, sinks)
         rounds = read(folder / "rounds.jsonl")
+        metrics.rounds_planned.labels(node).set(self._node.rounds)
         self._rollback = Rollback(node, self._node.update.rollback_after, self._checkpoints, trainer, rounds)
         self._version = Version(self._incarnation, self._state.version.step)
         self._state = msgspec.structs.replace(self._state, version=self._version)
@@ -152,7 +156,10 @@ class Learner:
         if self._state.round >= self._node.rounds:
             self._doing = "evaluates" if self._heldout.pending else "complete"
             if not self._heldout.pending:
-                return False
+                if self._stay:
+                    self._tend()
+                    time.sleep(WAIT_MS / 1000)
+                return self._stay
             time.sleep(0.05 if self._ledger.clock.unit == "ms" else 0)
             return True
         ready = own_batch(self._fresh(), self._node) is not None
@@ -236,7 +243,7 @@ class Learner:
             if again or given_up:
                 log.warning("orders overdue", node=self.name, asked_again=again, given_up=given_up)
             books = self._ledger.books(self.name)
-            for column in ("ordered", "trained", "filtered", "expired", "open", "waiting"):
+            for column in ("ordered", "trained", "filtered", "expired", "open", "waiting", "lost"):
                 metrics.books.labels(self.name, column).set(getattr(books, column))
 
     # --- one round ---
@@ -292,18 +299,20 @@ class Learner:
         self._version = Version(self._incarnation, self._version.step + int(trains))
         settled = [one.number for one in [*own.groups, *stale]]
         self._finish(round, settled, trained=trained if trains else set())
-        self._journal.timing(
-            {
-                "round": round,
-                "at": time.time(),
-                "waited": started - self._waiting_since,
-                "drew": drawn_at - started,
-                "updated": updated_at - drawn_at,
-                "finished": time.monotonic() - updated_at,
-            }
-        )
+        seconds = {
+            "waited": started - self._waiting_since,
+            "drew": drawn_at - started,
+            "updated": updated_at - drawn_at,
+            "finished": time.monotonic() - updated_at,
+        }
+        self._journal.timing({"round": round, "at": time.time(), **seconds})
+        for phase, spent in zip(("wait", "draw", "update", "finish"), seconds.values(), strict=True):
+            metrics.phase_seconds.labels(self.name, phase).observe(spent)
         self._waiting_since = time.monotonic()
-        self._show(record, updated_at - drawn_at)
+        log.info(
+            "round", node=self.name, round=round, own_reward=round_(record["own_reward"]),
+            swarm=len(record["swarm_ids"]), staleness=round_(record["staleness"]),
+        )  # fmt: skip
 
     def _decide(self) -> Decision:
         """How many swarm groups this round draws, by itself."""
@@ -353,19 +362,6 @@ class Learner:
 
     def _announcement(self) -> bytes:
         return Directory.announcement(self._policy)
-
-    def _show(self, record: dict[str, Any], seconds: float) -> None:
-        metrics.rounds.labels(self.name).set(record["round"])
-        metrics.own_reward.labels(self.name).set(record["own_reward"])
-        metrics.staleness.labels(self.name).set(record["staleness"])
-        metrics.swarm_groups.labels(self.name).set(len(record["swarm_ids"]))
-        metrics.update_seconds.labels("update").observe(seconds)
-        metrics.tokens_trained.labels("own").inc(record.get("tokens_own", 0))
-        metrics.tokens_trained.labels("swarm").inc(record.get("tokens_swarm", 0))
-        log.info(
-            "round", node=self.name, round=record["round"], own_reward=round_(record["own_reward"]),
-            swarm=len(record["swarm_ids"]), staleness=round_(record["staleness"]),
-        )  # fmt: skip
 
 
 def round_(value: float) -> float:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 
 import structlog
 
-from common import metrics
 from learners.checkpoint import Checkpoints
 
 log = structlog.get_logger()
@@ -73,8 +72,6 @@ class Rollback:
 
     def after(self, round: int, figures: dict[str, float]) -> dict[str, float]:
         """To be called after every update, before its checkpoint; returns the figures with `rolled_back` added."""
-        if skipped := figures.get("skipped", 0):
-            metrics.updates_skipped.labels(self._node).inc(skipped)
         streak = self._streak.after(round, figures)
         rolled_back = bool(self._limit) and streak.skipped >= self._limit and self._go_back(streak)
         figures = {**figures, "rolled_back": float(rolled_back)}
@@ -88,6 +85,5 @@ class Rollback:
             log.error("updates skipped in a row, and no checkpoint to go back to", node=self._node, skipped=streak.skipped)
             return False
         self._trainer.roll_back(good)
-        metrics.rollbacks.labels(self._node).inc()
         log.error("rolled back: too many updates skipped", node=self._node, skipped=streak.skipped, checkpoint=good.name)
         return True

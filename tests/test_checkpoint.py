@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +11,7 @@ from structlog.testing import capture_logs
 
 from common.directory import Policy
 from common.messages import Version
-from common.policies import BadPolicy, PolicyStore, fetch, sha256
+from common.policies import BadPolicy, PolicyStore, fetch
 from common.settings import SettingsError
 from learners.checkpoint import Checkpoints, LearnerState, PendingEvaluation
 from learners.journal import Journal, read
@@ -144,7 +138,7 @@ def test_the_incarnation_only_rises(tmp_path: Path) -> None:
 
 
 def test_a_resumed_journal_drops_what_the_checkpoint_does_not_know(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, keep_until=0)
+    journal = Journal(tmp_path, "node-0", keep_until=0)
     for round in range(1, 6):
         journal.round({"round": round, "own_reward": 0.5})
         journal.timing({"round": round, "at": 0.0})
@@ -152,7 +146,7 @@ def test_a_resumed_journal_drops_what_the_checkpoint_does_not_know(tmp_path: Pat
     with (tmp_path / "rounds.jsonl").open("ab") as file:
         file.write(b'{"round":6,"own_rew')
     assert [line["round"] for line in read(tmp_path / "rounds.jsonl")] == [1, 2, 3, 4, 5]
-    resumed = Journal(tmp_path, keep_until=3)
+    resumed = Journal(tmp_path, "node-0", keep_until=3)
     resumed.round({"round": 4, "own_reward": 0.7})
     for name, rounds in (("rounds", [1, 2, 3, 4]), ("timing", [1, 2, 3]), ("heldout", [1, 2, 3])):
         text = (tmp_path / f"{name}.jsonl").read_text()
@@ -162,10 +156,10 @@ def test_a_resumed_journal_drops_what_the_checkpoint_does_not_know(tmp_path: Pat
 
 
 def test_a_line_cut_short_at_the_checkpoints_round_is_not_glued_to_the_next(tmp_path: Path) -> None:
-    Journal(tmp_path, keep_until=0).round({"round": 1, "own_reward": 0.5})
+    Journal(tmp_path, "node-0", keep_until=0).round({"round": 1, "own_reward": 0.5})
     with (tmp_path / "rounds.jsonl").open("ab") as file:
         file.write(b'{"round":2')
-    Journal(tmp_path, keep_until=1).round({"round": 2, "own_reward": 0.5})
+    Journal(tmp_path, "node-0", keep_until=1).round({"round": 2, "own_reward": 0.5})
     assert read(tmp_path / "rounds.jsonl") == [{"round": 1, "own_reward": 0.5}, {"round": 2, "own_reward": 0.5}]
 
 
@@ -232,43 +226,3 @@ def test_nodes_do_not_prune_one_another(tmp_path: Path) -> None:
     for step in range(5):
         second.publish(weights_file(tmp_path), Version(1, step), "model")
     assert fetch(kept, tmp_path / "cache").exists()
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A folder served over HTTP; requests for `/broken` break off in the middle."""
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path.startswith("/broken"):
-                self.send_response(200)
-                self.send_header("Content-Length", "1000")
-                self.end_headers()
-                self.wfile.write(b"only so much")
-            else:
-                super().do_GET()
-
-        def log_message(self, format: str, *arguments: Any) -> None:
-            pass
-
-    folder = tmp_path / "site"
-    folder.mkdir()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=os.fspath(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield folder, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-
-
-def test_policies_over_http(tmp_path: Path, site: tuple[Path, str]) -> None:
-    pytest.importorskip("aiohttp", reason="fsspec reads HTTP with aiohttp")
-    folder, url = site
-    file = folder / "x.safetensors"
-    file.write_text("weights")
-    policy = Policy(Version(1, 1), f"{url}/x.safetensors", sha256(file), "model")
-    assert fetch(policy, tmp_path / "cache").read_text() == "weights"
-    for path in ("none.safetensors", "broken.safetensors"):
-        with pytest.raises(BadPolicy) as raised:
-            fetch(msgspec.structs.replace(policy, url=f"{url}/{path}"), tmp_path / "cache")
-        assert raised.value.reason in ("missing", "checksum")
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) in ([], [f"policy-{os.getpid()}.safetensors"])

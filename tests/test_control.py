@@ -250,10 +250,11 @@ def test_jobs_that_fail_that_are_cancelled_and_that_are_put_back(run: Run, tmp_p
 
     def scraped() -> bool:
         page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode()
+        whose = f'role="control",run="{run.settings.run}"'
         wanted = (
-            'grapevine_jobs{status="failed"} 4.0',
-            'grapevine_job_failures_total{kind="evaluate"} 2.0',
-            'grapevine_job_failures_total{kind="?"} 2.0',
+            f'grapevine_jobs{{{whose},status="failed"}} 4.0',
+            f'grapevine_job_failures_total{{kind="evaluate",{whose}}} 2.0',
+            f'grapevine_job_failures_total{{kind="?",{whose}}} 2.0',
         )
         return all(line in page for line in wanted)
 

@@ -251,6 +251,6 @@ def test_an_address_that_is_not_ours_or_a_port_in_use(tmp_path: Path, server: Em
 
 
 def test_workers_of_sites_on_one_server_have_names_of_their_own(tmp_path: Path) -> None:
-    here, there = (Supervisor(Settings(folder=tmp_path, site=site, nodes=1), tmp_path, "") for site in ("local", "laptop"))
+    here, there = (Supervisor(Settings(folder=tmp_path, site=site, nodes=1), tmp_path) for site in ("local", "laptop"))
     assert {"generator-0", "verifier-0"} <= {child.name for child in here.children}
     assert {"laptop-generator-0", "laptop-verifier-0"} <= {child.name for child in there.children}

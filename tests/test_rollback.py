@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY
 from rich.console import Console
 
 from common.messages import Version
@@ -114,15 +113,6 @@ def test_the_good_checkpoint_is_spared(tmp_path: Path) -> None:
         checkpoints.spared_before = min(number, 3)
         checkpoints.save(LearnerState(round=number, version=Version(1, number)), Empty())
     assert sorted(path.name[-1] for path in tmp_path.iterdir()) == ["2", "6", "7"]
-
-
-def test_both_are_counted(tmp_path: Path) -> None:
-    def counted(name: str) -> float:
-        return REGISTRY.get_sample_value(f"grapevine_{name}_total", {"node": "node-0"}) or 0.0
-
-    before = counted("updates_skipped"), counted("rollbacks")
-    play(tmp_path, [line(1), line(0, 1), line(0, 1)], limit=2)
-    assert (counted("updates_skipped"), counted("rollbacks")) == (before[0] + 2, before[1] + 1)
 
 
 # --- a real run ---

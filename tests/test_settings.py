@@ -101,8 +101,8 @@ def test_workers_take_the_settings_of_their_run_not_the_environments(
 ) -> None:
     monkeypatch.setenv("GRAPEVINE_NODE__ROUNDS", "3")
     monkeypatch.setenv("GRAPEVINE_LOG", "json")
-    settings = load(None, ["node.rounds=5", f"folder={tmp_path}"])
-    environment = Supervisor(settings, tmp_path / "settings.json", "redis://here")._environment
+    settings = load(None, ["node.rounds=5", f"folder={tmp_path}", "redis_url=redis://here"])
+    environment = Supervisor(settings, tmp_path / "settings.json")._environment
     assert environment["REDIS_URL"] == "redis://here"
     assert "GRAPEVINE_NODE__ROUNDS" not in environment
     assert environment["GRAPEVINE_LOG"] == "json"
@@ -251,7 +251,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
         (["up", "absent.yaml"], "", "absent.yaml does not exist; `grapevine init absent.yaml` writes one"),
         (["up", "--set", "node.mix.swram=1"], "", "unknown setting node.mix.swram; did you mean node.mix.swarm?"),
         (["worker", "learner", "nosuch"], "", "node nosuch is not in the settings; nodes are node-0, node-1"),
-        (["worker", "cook", "x"], "", "role cook is unknown; choose learner, generator or verifier"),
+        (["worker", "cook", "x"], "", "role cook is unknown; choose learner, generator, verifier or exporter"),
         (["worker", "verifier", "x"], "", "no server: set redis_url, or REDIS_URL"),
         (["worker", "verifier", "x", "--set", "redis_url=nonsense"], "", "redis_url cannot be used"),
         (["worker", "verifier", "x", "--set", "redis_url=redis://u:se/cret@h:1/0"], "", "the password other than letters"),

@@ -82,7 +82,7 @@ def heart(server: EmbeddedServer) -> Heart:
 @contextmanager
 def health_of(loop: Loop) -> Iterator[Callable[[str], tuple[int, str]]]:
     """Serves a loop's health; what comes is a function from path to status and text."""
-    http_server = serve_health(loop, 0, stalled_after=600)
+    http_server = serve_health(loop, "worker", 0, stalled_after=600)
 
     def get(path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", http_server.server_address[1], timeout=10)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from grapevine.commands.options import FolderOption, SetOption
+from grapevine.commands.options import BindOption, FolderOption, PortOption, SetOption, port_of
 
 if TYPE_CHECKING:
     from grapevine.control.queue import Jobs
@@ -23,7 +23,8 @@ def control(
     settings: Annotated[Path | None, typer.Option(help="a YAML or JSON file of settings")] = None,
     set_: SetOption = None,
     name: Annotated[str | None, typer.Option(help="the worker's name; default: control- and this machine's")] = None,
-    port: Annotated[int, typer.Option(help="serve /healthz, /readyz and /metrics here; 0: nowhere")] = 0,
+    port: PortOption = "0",
+    bind: BindOption = "0.0.0.0",
 ) -> None:
     """Run a worker for control jobs and for the evaluations that the section `control` schedules.
 
@@ -36,8 +37,9 @@ def control(
     from grapevine.running.local import with_models
 
     configure_logs(console=True)
+    served = port_of(port)
     loaded = with_models(load(settings, set_))
-    work(loaded, default_name() if name is None else name, port)
+    work(loaded, default_name() if name is None else name, served, bind)
 
 
 @jobs.command(name="list")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from grapevine.commands.options import ConfigArgument, SetOption
+from grapevine.commands.options import BindOption, ConfigArgument, PortOption, SetOption, port_of
 
 
 def up(
@@ -54,13 +54,19 @@ def up(
 
 
 def worker(
-    role: Annotated[str, typer.Argument(help="learner, generator or verifier")],
+    role: Annotated[str, typer.Argument(help="learner, generator, verifier or exporter")],
     name: Annotated[str, typer.Argument(help="the worker's name; a learner's is its node's")],
     settings: Annotated[Path | None, typer.Option(help="a YAML or JSON file of settings")] = None,
     set_: SetOption = None,
-    port: Annotated[int, typer.Option(help="serve /healthz, /readyz and /metrics here; 0: nowhere")] = 0,
+    port: PortOption = "0",
+    bind: BindOption = "0.0.0.0",
+    stay: Annotated[
+        bool, typer.Option("--stay", help="a learner that is complete goes on handing out its policy until told to end")
+    ] = False,
 ) -> None:
     """Run one worker against the server that REDIS_URL or the settings name.
+
+    An exporter has no part in the training: it shows what lies on the server to Prometheus.
 
     Example: REDIS_URL=redis://:password@host:6379/0 grapevine worker generator gen-1 --settings my.yaml --port 9100
     """
@@ -70,8 +76,9 @@ def worker(
     from grapevine.logs import configure_logs
     from grapevine.roles import make_loop
 
-    if role not in ("learner", "generator", "verifier"):
-        raise SettingsError(f"role {role} is unknown; choose learner, generator or verifier")
+    if role not in ("learner", "generator", "verifier", "exporter"):
+        raise SettingsError(f"role {role} is unknown; choose learner, generator, verifier or exporter")
+    served = port_of(port)
     configure_logs(console=True)
     loaded = load(settings, set_)
     if role == "learner" and name not in loaded.node_names():
@@ -81,7 +88,7 @@ def worker(
 
         loaded = with_models(loaded)
     with writing_to(loaded.run_folder):
-        loop = make_loop(role, name, loaded)
-        if port:
-            serve_health(loop, port)
+        loop = make_loop(role, name, loaded, stay)
+        if served is not None:
+            serve_health(loop, loaded.run, served, bind)
         loop.run()

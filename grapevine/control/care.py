@@ -59,7 +59,10 @@ class Caretaker:
         self._thread = threading.Thread(target=self._run, name="care", daemon=True)
         self._clean_from = 0.0
         self._in_transit: dict[str, float] = {}
+        self.role = "control"
+        self.metrics_at = ""
         self.failure: BaseException | None = None
+        self._counted = False
         self.joined = False
         self.last_step = time.monotonic()
 
@@ -93,6 +96,9 @@ class Caretaker:
         ledger, directory = open_run(self._settings)
         jobs = Jobs(self._settings.run, ledger.redis)
         schedule = Schedule(self._settings, jobs, directory)
+        if not self._counted:
+            ledger.count_start("control")
+            self._counted = True
         while not self._stop.is_set():
             self._beat(directory)
             self._clean_up(jobs, ledger)
@@ -108,7 +114,7 @@ class Caretaker:
         facts: dict[str, Any] = {"job": "", "kind": ""}
         if job is not None:
             facts = {"job": job.short_id, "kind": job.kind}
-        directory.beat("control", self._name, facts)
+        directory.beat("control", self._name, facts, self.metrics_at)
 
     def _clean_up(self, jobs: Jobs, ledger: Ledger) -> None:
         if time.monotonic() < self._clean_from:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import msgspec
 import structlog
 from rq import get_current_job
@@ -23,7 +22,7 @@ from rq import get_current_job
 from common.directory import Directory, NameTaken, Policy
 from common.identity import Identity
 from common.ledger import Ledger
-from common.policies import BadPolicy, PolicyStore, fetch
+from common.policies import BadPolicy, PolicyStore, fetch, store_url
 from common.run import open_run
 from common.settings import Settings
 from common.worker import LONGEST_PAUSE_SECONDS, TRANSIENT
@@ -151,9 +150,7 @@ def release(settings: Settings, ledger: Ledger, job: ControlJob) -> bool:
     if target is None:
         return False
     ledger.forget_target(target)
-    files, folder = fsspec.core.url_to_fs(f"{_policies_url(settings).rstrip('/')}/{_copy(job)}")
-    if files.exists(folder):
-        files.rm(folder, recursive=True)
+    PolicyStore(store_url(settings), _copy(job), kept=1).remove()
     job.remember(target=None, policy=None)
     return True
 
@@ -186,19 +183,20 @@ def _pinned(
         ledger.forget_target(job.meta["target"])
     try:
         if policy is not None:
-            fetch(policy, scratch).unlink()
+            fetch(policy, scratch, settings.policies_token).unlink()
     except BadPolicy:
         policy = None  # lost with a worker's disk, or half released: orders of another policy are no use
         ledger.forget_target(target)
     job.remember(target=target)
     if policy is None:
-        policy = _copied(settings, directory, node, version, scratch, _copy(job))
+        policy = _copied(place, directory, node, version, scratch, _copy(job))
         job.remember(policy=msgspec.to_builtins(policy))
     return policy
 
 
-def _copied(settings: Settings, directory: Directory, node: str, version: str | None, scratch: Path, name: str) -> Policy:
+def _copied(place: Place, directory: Directory, node: str, version: str | None, scratch: Path, name: str) -> Policy:
     """A verified copy of the node's policy in the store."""
+    settings, worker = place.settings, place.name
     for _ in range(5):
         announced = directory.policy(node)
         if version is not None and (announced is None or str(announced.version) != version):
@@ -206,20 +204,16 @@ def _copied(settings: Settings, directory: Directory, node: str, version: str | 
         if announced is None:
             raise NotYet(f"node {node} has announced no policy yet; its learner does when it starts")
         try:
-            local = fetch(announced, scratch)
+            local = fetch(announced, scratch, settings.policies_token)
         except BadPolicy as error:
             if error.reason != "missing":
                 raise
             continue  # replaced by a newer one since it was announced
         try:
-            return PolicyStore(_policies_url(settings), name, kept=1).publish(local, announced.version, announced.model)
+            return PolicyStore.of(settings, name, kept=1, server=worker).publish(local, announced.version, announced.model)
         finally:
             local.unlink()
     raise NotYet(f"the policy of {node} cannot be read at {announced.url if announced else 'its place'}")
-
-
-def _policies_url(settings: Settings) -> str:
-    return settings.policies_url or str(settings.run_folder.resolve() / "policies")
 
 
 def _mark(job: ControlJob) -> str:

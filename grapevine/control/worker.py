@@ -26,11 +26,13 @@ from rq.serializers import JSONSerializer
 
 from common import metrics
 from common.files import write_whole
-from common.settings import Settings, SettingsError
+from common.policies import served_address, store_url
+from common.policy_server import serve_policies
+from common.settings import SECRETS, Settings, SettingsError
 from common.worker import TRANSIENT, serve_health
 from grapevine.control.care import Caretaker
 from grapevine.control.queue import KINDS, NOT_OURS, ControlJob, ControlQueue, patient_client
-from grapevine.running.supervisor import SETTING_VARIABLES
+from grapevine.running.supervisor import SETTING_VARIABLES, secret_variables
 
 log = structlog.get_logger()
 
@@ -79,7 +81,7 @@ class ControlWorker(Worker):
             ],
             stdin=subprocess.DEVNULL,
             process_group=0,  # rq ends the group
-            env={**kept, "REDIS_URL": self.settings.redis_url or ""},
+            env={**kept, **secret_variables(self.settings)},
         )  # fmt: skip
         self._horse_pid = process.pid
         process.returncode = 0  # rq waits for it, and Popen need not
@@ -182,7 +184,7 @@ class ControlWorker(Worker):
             raise RuntimeError("rq ended its work; the reason is in the log above")
 
 
-def control(settings: Settings, name: str, port: int) -> None:
+def control(settings: Settings, name: str, port: int | None, address: str = "0.0.0.0") -> None:
     """Work off the run's jobs until SIGTERM. Raises SettingsError without a server, ServerRefused."""
     if settings.redis_url is None:
         raise SettingsError("no server: set redis_url, or REDIS_URL in the environment (redis://:password@host:6379/0)")
@@ -198,10 +200,13 @@ def control(settings: Settings, name: str, port: int) -> None:
     folder = settings.run_folder / "control" / name
     folder.mkdir(parents=True, exist_ok=True)
     settings_file = folder / "settings.json"
-    write_whole(settings_file, settings.model_dump_json(exclude={"redis_url"}, indent=1))
+    write_whole(settings_file, settings.model_dump_json(exclude=set(SECRETS), indent=1))
     caretaker = Caretaker(settings, name, lambda: worker.current)
-    if port:
-        serve_health(caretaker, port)  # type: ignore[arg-type]  # it has the loop's two figures
+    if port is not None:
+        serve_health(caretaker, settings.run, port, address)
+    address_of_policies = served_address(settings, name)
+    if address_of_policies is not None:
+        serve_policies(Path(store_url(settings)), address_of_policies, settings.policies_token or "", name)
     caretaker.start()
     try:
         worker.work_on(settings_file)

@@ -20,7 +20,7 @@ check_imports()
 from rich.console import Console
 
 from common.files import write_whole
-from common.settings import SettingsError, from_tree
+from common.settings import SECRETS, SettingsError, from_tree
 from common.tasks import TaskRefused
 from grapevine.disk import writing_to
 from grapevine.experiment.cells import Cell
@@ -37,7 +37,7 @@ def job(cell: Cell, out: Path, origin: dict[str, Any]) -> str:
     named = {"regime": cell.regime, "arm": cell.arm, "seed": cell.seed}
     return json.dumps(
         {
-            "settings": cell.settings.model_dump(mode="json", exclude={"redis_url"}),
+            "settings": cell.settings.model_dump(mode="json", exclude=set(SECRETS)),
             "file": str(cell.file(out).absolute()),
             "cell": {**named, **origin, **cell.resolved()},
         }

@@ -7,7 +7,6 @@ an invitation again gives the same one until it is revoked; revoking cuts the co
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import secrets
 from dataclasses import dataclass
@@ -24,16 +23,16 @@ from common.run import open_run
 from common.server import away
 from common.settings import Settings, SettingsError, load
 from common.worker import TRANSIENT
+from grapevine.cluster import accounts
 from grapevine.joining.invitation import facts_of, publish, read_facts
 from grapevine.report.folder import run_tree
 from grapevine.server_place import server_url
 
-# All that the three roles ask of the server. INFO is what every connection begins with.
+# A guest's machine runs all three roles, and looks at the run as the exporter does.
 COMMANDS = (
-    "-@all", "+@hash", "+@stream", "+@sortedset", "+get", "+set", "+del", "+exists", "+pexpire", "+pttl",
-    "+lpush", "+lrange", "+ltrim", "+llen", "+evalsha", "+script|load", "+script|exists", "+multi", "+exec", "+discard",
-    "+time", "+info", "+ping", "+select",
-)  # fmt: skip
+    "-@all",
+    *sorted({f"+{name}" for role in ("learner", "generator", "verifier", "exporter") for name in accounts.COMMANDS[role]}),
+)
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def guest_account(run: str, path: Path) -> tuple[str, str, list[str]]:
     user, password = f"guest-{run}", str(kept.get("password") or secrets.token_urlsafe(24))
     # Two patterns: `gv:{demo*` alone would open the run `demo-2` as well.
     keys = [f"~gv:{{{run}}}:*", f"~gv:{{{run}:*"]
-    rules = ["reset", "on", "#" + hashlib.sha256(password.encode()).hexdigest(), *keys, *COMMANDS]
+    rules = ["reset", "on", "#" + accounts.digest(password), *keys, *COMMANDS]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps({"user": user, "password": password, "rules": rules}), mode=0o600)
     return user, password, rules

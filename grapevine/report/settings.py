@@ -8,7 +8,7 @@ from common.settings import Settings
 from grapevine.report.folder import RunFolder
 
 # The run's name and place say nothing about how it was run.
-NOT_COMPARED = ("run", "folder", "redis_url", "policies_url")
+NOT_COMPARED = ("run", "folder", "redis_url", "policies_url", "policies_token")
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -23,7 +23,7 @@ from common.ledger import Ledger
 from common.run import forget_run, open_run
 from common.sections import STARTER_MODELS
 from common.server import away
-from common.settings import Settings, SettingsError
+from common.settings import SECRETS, Settings, SettingsError
 from common.worker import TRANSIENT
 from grapevine.joining.invitation import Host, facts_of
 from grapevine.report.folder import read_clock
@@ -61,7 +61,7 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console, joined
         if not lockstep:
             for sentence in resume_points(settings):
                 console.print(sentence, highlight=False, soft_wrap=True)
-        tree = settings.model_dump(mode="json", exclude={"redis_url"})
+        tree = settings.model_dump(mode="json", exclude=set(SECRETS))
         write_whole(folder / "settings.json", json.dumps(tree, indent=1))
         server = None
         if settings.redis_url is None:
@@ -145,7 +145,7 @@ def _run_processes(
     stop: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, _: stop.append(received))
-    supervisor = Supervisor(settings, settings.run_folder / "settings.json", settings.redis_url or "")
+    supervisor = Supervisor(settings, settings.run_folder / "settings.json")
     screen = Screen.of(settings, console, lambda: clock.restarts + clock.server_restarts)
     nodes, generators, verifiers = len(settings.node_names()), settings.generators.replicas, settings.verifiers.replicas
     console.print(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from common.addresses import LOOPBACK
 from common.settings import Settings, SettingsError
 from grapevine.processes import die_with_parent
 from grapevine.running.continuing import node_is_complete
@@ -27,6 +28,12 @@ GRACE_SECONDS = 30.0
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 SETTINGS_EXIT_CODE = 2
 SETTING_VARIABLES = tuple(f"GRAPEVINE_{name.upper()}" for name in Settings.model_fields)
+
+
+def secret_variables(settings: Settings) -> dict[str, str]:
+    """What a worker needs besides its file of settings, as variables: a command line can be read by everyone."""
+    token = {"GRAPEVINE_POLICIES_TOKEN": settings.policies_token} if settings.policies_token else {}
+    return {"REDIS_URL": settings.redis_url or "", **token}
 
 
 class GaveUp(Exception):
@@ -52,7 +59,7 @@ class Child:
 class Supervisor:
     """Runs `grapevine worker ROLE NAME` processes for one run."""
 
-    def __init__(self, settings: Settings, settings_file: Path, redis_url: str) -> None:
+    def __init__(self, settings: Settings, settings_file: Path) -> None:
         self._settings = settings
         self._folder = settings.run_folder
         self._settings_file = settings_file
@@ -61,7 +68,7 @@ class Supervisor:
         kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(SETTING_VARIABLES)}
         self._environment = {
             **kept,
-            "REDIS_URL": redis_url,
+            **secret_variables(settings),
             "TOKENIZERS_PARALLELISM": "false",
         }
         # Several workers share the cores: more threads each would make them fight.
@@ -110,6 +117,7 @@ class Supervisor:
             child.name,
             "--settings",
             str(self._settings_file),
+            *("--port", "any", "--bind", LOOPBACK),
         ]
         with child.log.open("ab") as log:
             child.process = subprocess.Popen(

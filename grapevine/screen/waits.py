@@ -7,6 +7,7 @@ swarm needs no more sentences than a small one. What is bad comes first.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from grapevine.screen.view import Generator, Helper, Node, View
 
@@ -19,11 +20,11 @@ def waits(view: View) -> Iterator[str]:
     for node in view.nodes:
         if node.lost:
             yield f"{node.name}: the books miss {node.lost} groups"
-    nodes = [node for node in view.nodes if node.state == "waits for own groups"]
+    nodes = view.nodes
     raw = sum(one.waiting for one in view.raw)
-    hungry = [node for node in nodes if node.target.unanswered]
-    scoring = [node for node in nodes if not node.target.unanswered and node.books.open and raw]
-    nowhere = [node for node in nodes if not node.target.unanswered and node.books.open and not raw]
+    hungry = [node for node in nodes if waits_for(node, raw) == "generators"]
+    scoring = [node for node in nodes if waits_for(node, raw) == "verifiers"]
+    nowhere = [node for node in nodes if waits_for(node, raw) == "overdue"]
     if hungry:
         orders = sum(node.target.unanswered for node in hungry)
         names = {node.name for node in hungry}
@@ -42,6 +43,18 @@ def waits(view: View) -> Iterator[str]:
             yield f"{listed(idle)} idle: no node asks"
     if view.newer:
         yield f"{count(view.newer, 'message')} of a newer release wait for a worker that can read them"
+
+
+def waits_for(node: Node, raw: int) -> Literal["generators", "verifiers", "overdue"] | None:
+    """Whom a node's learner waits for, with `raw` groups unscored; None: for nobody, or nobody can tell.
+
+    `overdue`: its orders are neither with a generator nor with a verifier, and are asked again at their deadline.
+    """
+    if node.state != "waits for own groups":
+        return None
+    if node.target.unanswered:
+        return "generators"
+    return None if not node.books.open else "verifiers" if raw else "overdue"
 
 
 def _silent(view: View) -> Iterator[str]:
