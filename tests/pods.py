@@ -141,6 +141,12 @@ class Cluster:
         (found,) = [one for one in self.objects if one["kind"] == kind and one["metadata"]["name"] == name]
         return found
 
+    @property
+    def nodes(self) -> str:
+        """The name of the learners' StatefulSet."""
+        (found,) = [one for one in self.objects if one["kind"] == "StatefulSet" and component_of(one) == "learner"]
+        return str(found["metadata"]["name"])
+
     def of(self, component: str) -> list[Pod]:
         """The pods of a component that are meant to run."""
         return [pod for pod in self.pods if pod.component == component and pod.wanted]
@@ -160,7 +166,7 @@ class Cluster:
     def scale(self, name: str, replicas: int) -> list[Pod]:
         """Change the one number. Returns the pods that were told to end; `gone` waits for them."""
         workload = self.workload(name)
-        component = _component(workload)
+        component = component_of(workload)
         running = self.of(component)
         workload["spec"]["replicas"] = replicas
         if replicas > len(running):
@@ -228,7 +234,7 @@ class Cluster:
     # --- one pod ---
 
     def _add(self, workload: Object, count: int) -> None:
-        component = _component(workload)
+        component = component_of(workload)
         for _ in range(count):
             name = workload["metadata"]["name"]
             if workload["kind"] == "StatefulSet":
@@ -388,7 +394,8 @@ def _expanded(text: str, variables: dict[str, str]) -> str:
     return re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda found: variables.get(found[1], found[0]), text)
 
 
-def _component(workload: Object) -> str:
+def component_of(workload: Object) -> str:
+    """Whose pods a workload makes."""
     return str(workload["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"])
 
 

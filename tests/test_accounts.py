@@ -202,7 +202,7 @@ def test_what_would_hurt_most_is_really_refused(role: str, guarded: Guarded) -> 
     attempts = (
         ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("SCAN", "0"), ("CONFIG", "GET", "*"), ("ACL", "LIST"),
         ("ACL", "SETUSER", role, "allkeys"), ("SHUTDOWN", "NOSAVE"), ("MONITOR",), ("SCRIPT", "FLUSH"), ("SWAPDB", "0", "1"),
-        ("MIGRATE", "h", "1", "k", "0", "1"), ("CLIENT", "KILL", "TYPE", "normal"), 
+        ("MIGRATE", "h", "1", "k", "0", "1"), ("CLIENT", "KILL", "TYPE", "normal"),
         ("REPLICAOF", "h", "1"), ("RESTORE", "k", "0", "x"), ("RENAME", "a", "b"),
     )  # fmt: skip
     for attempt in attempts:

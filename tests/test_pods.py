@@ -6,7 +6,9 @@ may do; all else is as rendered.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+import redis
 import yaml
 
 from common.clock import ServerClock
@@ -22,7 +25,9 @@ from common.keys import Keys
 from common.ledger import Ledger
 from common.server import connect
 from common.settings import load
-from grapevine.cluster.own import init, read_passwords
+from grapevine.cluster.accounts import acl_file
+from grapevine.cluster.own import init, read_passwords, scope_of, valid_passwords
+from grapevine.control.queue import Jobs
 from learners.journal import read
 from tests import pods
 from tests.pods import Cluster, Pod
@@ -63,8 +68,9 @@ def own_folder(overlay: Path, folder: Path, **changes: Any) -> Path:
 
 
 def rendered(folder: Path) -> list[dict[str, Any]]:
-    text = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True).stdout
-    return [one for one in yaml.safe_load_all(text) if one]
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
 
 
 @contextmanager
@@ -80,8 +86,8 @@ def ledger_of(cluster: Cluster, folder: Path) -> Ledger:
     """A person's look at the server: the account `admin`, from outside the pods."""
     settings = load(folder / "run.yaml")
     password = quote(read_passwords(folder / "passwords.env")["admin"])
-    (redis,) = cluster.of("redis")
-    client = connect(f"redis://admin:{password}@{redis.address}:6379/0")
+    (server,) = cluster.of("redis")
+    client = connect(f"redis://admin:{password}@{server.address}:6379/0")
     return Ledger(client, Keys(settings.run, settings.shards), ServerClock(client), settings.site)
 
 
@@ -133,3 +139,123 @@ def test_a_swarm_trains_and_its_generators_go_from_one_to_four_and_back(tmp_path
         assert sum(swarm_groups) > 0, "they learn from one another"
         assert sum(ledger.counts().get(f"started:{role}", 0) for role in ("learner", "verifier")) == 5
         assert all(pod.codes == [] for pod in cluster.pods), "nobody had to be started again"
+
+
+def with_server(folder: Path, scratch: Path) -> Path:
+    """A folder of a site whose server is elsewhere, with that server beside it, as its keeper would set it up."""
+    tree = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    settings = load(folder / "run.yaml")
+    bare, beside = scratch / "bare", scratch / "server"
+    bare.mkdir()
+    beside.mkdir()
+    component = os.path.relpath(pods.ROOT / "k8s" / "components" / "redis", bare)
+    # The component's patches are for workloads that are not here.
+    (bare / "kustomization.yaml").write_text(yaml.safe_dump({"components": [component]}))
+    (beside / "users.acl").write_text(acl_file(scope_of(settings), *valid_passwords(folder)))
+    accounts = {"name": "redis-users", "behavior": "replace", "files": ["users.acl"]}
+    (beside / "kustomization.yaml").write_text(
+        yaml.safe_dump({"namespace": tree["namespace"], "resources": ["../bare"], "secretGenerator": [accounts]})
+    )
+    tree["resources"].append(os.path.relpath(beside, folder))
+    tree["configMapGenerator"].append(
+        {"name": "cluster", "behavior": "merge", "literals": ["REDIS_SCHEME=redis", "REDIS_PLACE=redis:6379"]}
+    )
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(tree))
+    return folder
+
+
+def drained(cluster: Cluster) -> None:
+    """Every container starts, becomes ready, and ends in good order within its grace period when it is told to."""
+    cluster.start()
+    cluster.ready()
+    cluster.until(lambda: min(rounds(cluster).values()) >= 1, "first rounds")
+    workers = [pod for pod in cluster.pods if pod.component != "redis"]
+    assert all(pod.codes == [] for pod in workers), cluster.words()
+    for group in (workers, cluster.of("redis")):
+        for pod in group:
+            pod.wanted = False
+            assert pod.process is not None
+            pod.process.send_signal(signal.SIGTERM)
+        assert cluster.gone(group) == [0] * len(group), cluster.words()
+
+
+def fewer(cluster: Cluster, nodes: int) -> None:
+    """One node in place of eight: each further one has the same container."""
+    cluster.workload(cluster.nodes)["spec"]["replicas"] = nodes
+
+
+def test_every_container_of_the_gpu_overlay(tmp_path: Path, starters: Path) -> None:
+    folder = own_folder(OVERLAYS / "gpu", tmp_path / "mine", node={"rounds": 100, "mix": {"own": 2, "swarm": 2}})
+    with cluster_of(folder, tmp_path / "cluster", starters) as cluster:
+        fewer(cluster, 2)
+        components = {pods.component_of(one) for one in cluster.objects if one["kind"] in pods.WORKLOADS}
+        assert components == {"learner", "generator", "verifier", "control", "exporter", "redis"}
+        drained(cluster)
+
+
+def test_every_container_of_a_site_on_a_server_elsewhere(tmp_path: Path, starters: Path) -> None:
+    folder = own_folder(
+        OVERLAYS / "multi-site" / "east", tmp_path / "mine", node={"rounds": 100, "mix": {"own": 2, "swarm": 2}}
+    )
+    with cluster_of(with_server(folder, tmp_path), tmp_path / "cluster", starters) as cluster:
+        drained(cluster)
+
+
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="no redis-server here: the embedded server knows no TLS")
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here to make a certificate with")
+def test_every_container_with_tls(tmp_path: Path, starters: Path) -> None:
+    folder = own_folder(OVERLAYS / "kind", tmp_path / "mine", node={"rounds": 100, "mix": {"own": 2, "swarm": 2}})
+    certificate(folder)
+    tree = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    tree["components"] = [os.path.relpath(pods.ROOT / "k8s" / "components" / "tls", folder)]
+    tree["secretGenerator"].append({"name": "redis-tls", "files": ["tls.crt", "tls.key", "ca.crt"]})
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(tree))
+    with cluster_of(folder, tmp_path / "cluster", starters) as cluster:
+        fewer(cluster, 1)
+        drained(cluster)
+
+
+def certificate(folder: Path) -> None:
+    """An authority of one's own, and a certificate for the name `redis`."""
+    common = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    commands = (
+        ["req", "-x509", *common, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=authority"],
+        ["req", *common[:-2], "-keyout", "tls.key", "-out", "tls.csr", "-subj", "/CN=redis"],
+        ["x509", "-req", "-in", "tls.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
+         "-out", "tls.crt", "-extfile", "names"],
+    )  # fmt: skip
+    (folder / "names").write_text("subjectAltName=DNS:redis\n")
+    for command in commands:
+        subprocess.run(["openssl", *command], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_complete_node_stays_and_is_evaluated_by_a_control_worker(tmp_path: Path, starters: Path) -> None:
+    folder = own_folder(OVERLAYS / "kind", tmp_path / "mine", node={"rounds": 3, "mix": {"own": 2, "swarm": 2}})
+    with cluster_of(folder, tmp_path / "cluster", starters) as cluster:
+        fewer(cluster, 2)
+        cluster.start()
+        cluster.ready()
+        cluster.until(lambda: min(rounds(cluster).values()) == 3, "all rounds")
+        ledger = ledger_of(cluster, folder)
+        jobs = Jobs("swarm", ledger.redis)
+        id = jobs.add("evaluate", {"node": "node-1", "questions": 4, "completions": 2}, retries=0)
+        assert id is not None
+        (row,) = cluster.until(lambda: [one for one in jobs.rows() if one.status in ("finished", "failed")], "evaluation")
+        assert row.status == "finished", row.reason
+        assert row.result["round"] == 3
+        # The server comes back without its memory: whoever is complete says again what its policy is.
+        ledger.redis.delete(ledger.keys.policy("node-1"))
+        (server,) = cluster.of("redis")
+        assert server.process is not None
+        server.process.kill()
+        server.process.wait()
+        cluster.until(lambda: announced(cluster, folder), "announcement after the server's restart")
+        assert all(pod.process is not None and pod.process.poll() is None for pod in cluster.of("learner"))
+
+
+def announced(cluster: Cluster, folder: Path) -> bool:
+    try:
+        ledger = ledger_of(cluster, folder)
+        return ledger.redis.get(ledger.keys.policy("node-1")) is not None
+    except redis.ConnectionError:
+        return False

@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "memory|usage", "multi", "exec", "discard",
     ),
     # KEDA asks for a hash's length in a script of its own, and for a stream's as such.
-    "keda": ("ping", "select", "hello", "client|setinfo", "eval", "type", "hlen", "llen", "scard", "zcard", "xlen"),
+    "keda": ("ping", "select", "hello", "eval", "type", "hlen", "llen", "scard", "zcard", "xlen"),
 }  # fmt: skip
 COMMANDS["control"] = (*COMMANDS["learner"], "exists")
 ROLES = ("learner", "generator", "verifier", "control", "exporter", "keda")
@@ -43,7 +43,7 @@ RQ_COMMANDS = (
     "zscore", "zcard", "zrangebyscore", "zremrangebyscore", "zremrangebyrank", "lpush", "rpush", "lrem", "lrange", "llen",
     "lpos", "lpop", "lmove", "blmove", "blpop", "rename", "xadd", "xdel", "xlen", "xread", "xrange", "xrevrange", "xtrim",
     "eval", "evalsha", "script|load", "script|exists", "multi", "exec", "discard", "watch", "unwatch", "publish",
-    "subscribe", "unsubscribe", "info", "ping", "select", "time", "client|list", "client|setname", "client|setinfo",
+    "subscribe", "unsubscribe", "info", "ping", "select", "time", "client|list", "client|setname",
 )  # fmt: skip
 RQ = f"({' '.join(f'+{name}' for name in RQ_COMMANDS)} ~rq:* &rq:*)"
 

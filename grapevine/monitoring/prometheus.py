@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import shutil
 import signal
 import socket
@@ -20,6 +21,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import structlog
 import yaml
 from rich.console import Console
 
@@ -98,7 +100,10 @@ def _watch(program: str, place: Place, home: Path, address: str, port: int, cons
             stdout=log, stderr=log, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent, start_new_session=True,
         )  # fmt: skip
     stop = threading.Event()
-    finder = threading.Thread(target=_find_targets, args=(place, home, loop.metrics_at, stop), daemon=True)
+    # The loop would warn of every attempt to reach a server that is away; whoever looks is told once.
+    quiet = structlog.make_filtering_bound_logger(logging.ERROR)
+    structlog.configure(**{**structlog.get_config(), "wrapper_class": quiet})
+    finder = threading.Thread(target=_find_targets, args=(place, home, loop.metrics_at, stop, console), daemon=True)
     finder.start()
     try:
         url = f"http://{in_url(address)}:{port}"
@@ -152,19 +157,26 @@ def _write_configuration(home: Path) -> None:
     write_whole(home / "targets.json", "[]")
 
 
-def _find_targets(place: Place, home: Path, exporter: str, stop: threading.Event) -> None:
+def _find_targets(place: Place, home: Path, exporter: str, stop: threading.Event, console: Console) -> None:
     """Keep targets.json, which Prometheus watches, at what the heartbeats say."""
     directory = Directory(connect(place.url), place.keys)
     written: list[dict[str, Any]] = []
+    away = False
     while not stop.wait(TARGETS_SECONDS if written else 0.2):
-        with suppress(*TRANSIENT):
+        try:
             beats = [beat for beat in directory.workers() if beat.metrics.startswith(f"{LOOPBACK}:")]
-            found = {beat.metrics: {"worker": beat.name} for beat in beats}
-            found[exporter] = {"worker": "monitor"}
-            targets = [{"targets": [at], "labels": labels} for at, labels in sorted(found.items())]
-            if targets != written:
-                write_whole(home / "targets.json", json.dumps(targets, indent=1))
-                written = targets
+        except TRANSIENT:
+            if not away:
+                console.print("the run's server is away; it is watched again when it is back", highlight=False)
+            away = True
+            continue
+        away = False
+        found = {beat.metrics: {"worker": beat.name} for beat in beats}
+        found[exporter] = {"worker": "monitor"}
+        targets = [{"targets": [at], "labels": labels} for at, labels in sorted(found.items())]
+        if targets != written:
+            write_whole(home / "targets.json", json.dumps(targets, indent=1))
+            written = targets
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], url: str, home: Path) -> None:
