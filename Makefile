@@ -12,7 +12,7 @@ ENV := $(if $(filter vllm,$(ENGINE)),.venv-vllm,.venv)
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-vllm lint chaos bench pictures reference clean
+.PHONY: help setup setup-vllm demo monitor test test-vllm lint chaos bench pictures reference clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -47,8 +47,13 @@ bench: $(ENV)/.stamp ## transport, generators beside their engine, the pool, the
 	@$(ENV)/bin/python -m benchmarks.pool
 	@$(ENV)/bin/python -m benchmarks.learner
 
-reference: $(STAMP) ## write docs/configuration.md anew from the settings in the code
+monitor: $(STAMP) ## watch a run that is up on this machine with Prometheus (RUN=demo)
+	@$(BIN)/grapevine monitor $(RUN)
+
+reference: $(STAMP) ## write anew what is made from the code: settings, metrics, dashboards, alerts
 	@$(BIN)/grapevine settings --write docs/configuration.md
+	@$(BIN)/python -m grapevine.monitoring.table > docs/metrics.md
+	@$(BIN)/python -m tools.dashboards
 
 pictures: $(STAMP) ## make the pictures of README and docs from a real run (needs Chromium)
 	@sh tools/pictures.sh

@@ -37,7 +37,7 @@ class Following:
         self._directory = directory
         self._cache = cache
         self._token = token
-        self._failed: dict[str, tuple[Policy, float]] = {}
+        self._failed: dict[str, tuple[Policy, float, str]] = {}
         self._target: str | None = None
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._fetching: tuple[str, Policy, Future[Path]] | None = None
@@ -76,7 +76,7 @@ class Following:
             metrics.policies_refused.labels(getattr(error, "reason", "shape")).inc()
             log.warning("policy not loaded", target=target, version=str(policy.version), detail=str(error))
             wait = LOAD_AGAIN_SECONDS if isinstance(error, PolicyUnusable) else FETCH_AGAIN_SECONDS
-            self._failed[target] = (policy, time.monotonic() + max(wait, 10 * self.change_seconds))
+            self._failed[target] = (policy, time.monotonic() + max(wait, 10 * self.change_seconds), str(error))
         return self.serving(target)
 
     def _fetched(self, target: str, policy: Policy) -> Path | None:
@@ -117,5 +117,9 @@ class Following:
 
     def _failed_lately(self, target: str, policy: Policy) -> bool:
         """Whether this policy was tried in vain and not long ago: others are served meanwhile."""
-        failed, until = self._failed.get(target, (None, 0.0))
+        failed, until, _ = self._failed.get(target, (None, 0.0, ""))
         return failed == policy and time.monotonic() < until
+
+    def refusal(self, target: str) -> str | None:
+        """Why nothing of a target is served, where its policy was tried in vain."""
+        return self._failed[target][2] if target in self._failed and self.serving(target) is None else None

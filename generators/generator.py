@@ -209,6 +209,10 @@ class Generator:
 
     # --- the end, and what others see ---
 
+    def refusal(self, target: str) -> str | None:
+        """Why this generator cannot serve a target at all; None where it can, or has not tried yet."""
+        return self._policy.refusal(target)
+
     def drain(self) -> None:
         """Answer what is in flight, for `drain_seconds` at most; hand back the rest."""
         end = time.monotonic() + self._settings.drain_seconds

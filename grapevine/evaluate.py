@@ -118,6 +118,9 @@ def evaluate_model(
                     if directory.waiting_orders([evaluation.target])[evaluation.target]:
                         generator.pool.serve(evaluation.target)
                         generator.step()
+                        # Nobody else could answer: waiting would never end.
+                        if refusal := generator.refusal(evaluation.target):
+                            raise SettingsError(f"the model {model} cannot be evaluated: {refusal}")
                     while ledger.redis.xlen(raw):
                         verifier.step()
                     done = evaluation.step()

@@ -367,11 +367,6 @@ class Cluster:
                 path,
                 {file: text.encode() for file, text in self.named("ConfigMap", volume["configMap"]["name"])["data"].items()},
             )
-            for mount in pod.container["volumeMounts"]:  # mount points inside it
-                inner = Path(mount["mountPath"])
-                outer = next(one["mountPath"] for one in pod.container["volumeMounts"] if one["name"] == name)
-                if str(inner).startswith(f"{outer}/"):
-                    (path / inner.relative_to(outer)).mkdir(parents=True, exist_ok=True)
         elif "secret" in volume:
             data = self.named("Secret", volume["secret"]["secretName"])["data"]
             items = volume["secret"].get("items", [{"key": key, "path": key} for key in data])

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from common.messages import Version
+from common.settings import Settings, SettingsError
 from common.tasks import PRESETS, TaskSpec, build, is_held_out
+from generators.engines.base import PolicyUnusable
+from generators.engines.transformers import TransformersEngine
+from grapevine.evaluate import evaluate_model
 from learners.evaluation import distinct_questions
 
 QUESTIONS = 200
@@ -85,3 +90,16 @@ def test_a_small_task_gives_what_it_has() -> None:
 def _numbers(question: object, other: int) -> tuple[str, str]:
     number = build(question).entry["metadata"]["number"]  # type: ignore[arg-type]
     return f"number {number}", f"number {other}"
+
+
+def test_a_model_that_its_engine_refuses_is_one_sentence_and_no_endless_wait(
+    learnt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing(TransformersEngine):
+        def load_policy(self, weights: Path, version: Version) -> None:
+            raise PolicyUnusable("its attention heads are too narrow here")
+
+    settings = Settings(folder=tmp_path, run="refused")
+    monkeypatch.setattr("grapevine.evaluate.make_engine", lambda _: Refusing("cpu", "float32", 1))
+    with pytest.raises(SettingsError, match="cannot be evaluated: its attention heads are too narrow here"):
+        evaluate_model(settings, str(learnt), "starter", questions=2, completions=1)
