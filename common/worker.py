@@ -195,7 +195,7 @@ def serve_health(
         server = ThreadingHTTPServer((address, port), Handler)
     except (OSError, OverflowError) as error:
         reason = "it is in use" if getattr(error, "errno", None) == errno.EADDRINUSE else " ".join(str(error).split())
-        raise SettingsError(f"--port {port} cannot be served: {reason}; choose another port") from None
+        raise SettingsError(f"--port {port} cannot be served: {reason}; choose another port, or 0 for none") from None
     loop.metrics_at = f"{address}:{server.server_port}"
     threading.Thread(target=server.serve_forever, name="health", daemon=True).start()
     return server

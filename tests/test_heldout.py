@@ -99,7 +99,7 @@ def test_one_that_nobody_answers_is_given_up(
     tmp_path: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "TEND_SECONDS", 0.0)
-    site = site_of(tmp_path, server, "heldout-silent", order_seconds=0.01)
+    site = site_of(tmp_path, server, "heldout-silent", order_seconds=0.3)
     site.verifier._scorer = CoinScorer()  # says of no question that it is held out, so that all are refused
     finish(site, site.learners[0])
     assert heldout(site) == []
