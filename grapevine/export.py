@@ -58,6 +58,11 @@ def check_node(settings: Settings, node: str) -> None:
         raise SettingsError(f"run {settings.run} has no node {node}{_near(node, names)}")
 
 
+def has_checkpoints(settings: Settings, node: str) -> bool:
+    """Whether the node keeps its checkpoints here, and not on another machine."""
+    return any((settings.run_folder / "nodes" / node / "checkpoints").glob("*-*"))
+
+
 def find_policy(settings: Settings, node: str, version: Version | None) -> Policy:
     """A node's policy in the run's folder: the newest checkpoint, or a version that is still kept. Raises SettingsError."""
     check_node(settings, node)
@@ -77,9 +82,12 @@ def find_policy(settings: Settings, node: str, version: Version | None) -> Polic
     raise SettingsError(f"node {node} has no checkpoint yet; it has one after its first round")
 
 
-def export_model(settings: Settings, node: str, target: Path, version: Version | None = None) -> dict[str, Any]:
+def export_model(
+    settings: Settings, node: str, target: Path, version: Version | None = None, announced: Policy | None = None
+) -> dict[str, Any]:
     """Write the policy of a node, the newest without `version`, as a model folder; says what was written.
 
+    `announced` is a policy to write instead, where the node's folder is on another machine.
     Weights are float32, as the learner holds them; adapters are merged into those of the base model. Raises SettingsError:
     an unknown node or version, a target that is not empty, a base model that cannot be loaded.
     """
@@ -91,7 +99,7 @@ def export_model(settings: Settings, node: str, target: Path, version: Version |
     aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         with tempfile.TemporaryDirectory(prefix="grapevine-export-") as scratch:
-            policy, weights = _fetched(settings, node, version, Path(scratch))
+            policy, weights = _fetched(settings, node, version, announced, Path(scratch))
             _write_model(policy, weights, aside)
         (aside / "README.md").write_text(model_card(settings, node, policy))
         for path in aside.iterdir():
@@ -102,10 +110,12 @@ def export_model(settings: Settings, node: str, target: Path, version: Version |
     return {"node": node, "version": str(policy.version), "model": policy.model, "folder": str(target)}
 
 
-def _fetched(settings: Settings, node: str, version: Version | None, scratch: Path) -> tuple[Policy, Path]:
+def _fetched(
+    settings: Settings, node: str, version: Version | None, announced: Policy | None, scratch: Path
+) -> tuple[Policy, Path]:
     """A verified copy of the weights. A learner that goes on removes old ones: then the next newest is taken."""
     for attempt in range(ATTEMPTS):
-        policy = find_policy(settings, node, version)
+        policy = announced or find_policy(settings, node, version)
         try:
             return policy, fetch(policy, scratch, settings.policies_token)
         except BadPolicy as error:

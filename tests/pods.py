@@ -58,6 +58,7 @@ class Pod:
     folder: Path
     process: subprocess.Popen[bytes] | None = None
     codes: list[int] = field(default_factory=list)
+    variables: list[str] = field(default_factory=list)
     wanted: bool = True
 
     @property
@@ -86,9 +87,10 @@ class Pod:
             return False
 
     def inside(self, command: list[str]) -> list[str]:
-        """A command as `kubectl exec` would run it."""
+        """A command as `kubectl exec` would run it: with the container's variables, in its working folder."""
         assert self.process is not None
-        return ["nsenter", "-t", str(self.process.pid), "-m", "-n", "-r", "env", "PATH=/pod/bin:/usr/bin:/bin", *command]
+        entered = ["nsenter", "-t", str(self.process.pid), "-m", "-n", "-r"]
+        return [*entered, "env", "-i", "-C", "/srv/grapevine", *self.variables, *command]
 
     def metrics(self) -> str:
         with urllib.request.urlopen(f"http://{self.address}:9100/metrics", timeout=10) as response:
@@ -303,11 +305,11 @@ class Cluster:
         groups = pod.spec["securityContext"].get("fsGroup", group)
         fixed = {"PATH": "/pod/bin:/usr/bin:/bin", "GRAPEVINE_CACHE": "/opt/grapevine/cache", "PYTHONPATH": str(ROOT),
                  "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1", "HOME": "/tmp"}  # fmt: skip
-        words = [f"{name}={value}" for name, value in {**fixed, **variables}.items()]
+        pod.variables = [f"{name}={value}" for name, value in {**fixed, **variables}.items()]
         yield "exec " + shlex.join(
             ["chroot", str(root), "setpriv", "--reuid", str(user), "--regid", str(group), "--groups", str(groups),
              "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all",
-             "env", "-i", "-C", "/srv/grapevine", *words, *command],
+             "env", "-i", "-C", "/srv/grapevine", *pod.variables, *command],
         )  # fmt: skip
 
     def _hosts_file(self, pod: Pod) -> Path:

@@ -6,6 +6,7 @@ may do; all else is as rendered.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -243,6 +244,17 @@ def test_a_complete_node_stays_and_is_evaluated_by_a_control_worker(tmp_path: Pa
         (row,) = cluster.until(lambda: [one for one in jobs.rows() if one.status in ("finished", "failed")], "evaluation")
         assert row.status == "finished", row.reason
         assert row.result["round"] == 3
+        id = jobs.add("export", {"node": "node-0"}, retries=0)
+        cluster.until(lambda: {one.status for one in jobs.rows()} <= {"finished", "failed"}, "export")
+        exported = next(one for one in jobs.rows() if one.id == id)
+        assert exported.status == "finished", exported.reason
+        (control,) = cluster.of("control")
+        assert {"config.json", "model.safetensors"} <= set(said(control, "ls", exported.result["folder"]).split())
+        # What docs/operations.md tells people to ask a learner's pod.
+        learner = cluster.of("learner")[0]
+        said(learner, "grapevine", "export", "swarm", "node-0", "/tmp/model")
+        assert "model.safetensors" in said(learner, "ls", "/tmp/model")
+        assert json.loads(said(learner, "grapevine", "report", "swarm", "--json"))["own_reward_all"] is not None
         # The server comes back without its memory: whoever is complete says again what its policy is.
         ledger.redis.delete(ledger.keys.policy("node-1"))
         (server,) = cluster.of("redis")
@@ -251,6 +263,13 @@ def test_a_complete_node_stays_and_is_evaluated_by_a_control_worker(tmp_path: Pa
         server.process.wait()
         cluster.until(lambda: announced(cluster, folder), "announcement after the server's restart")
         assert all(pod.process is not None and pod.process.poll() is None for pod in cluster.of("learner"))
+
+
+def said(pod: Pod, *command: str) -> str:
+    """What a command in a pod prints."""
+    done = subprocess.run(pod.inside(list(command)), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def announced(cluster: Cluster, folder: Path) -> bool:

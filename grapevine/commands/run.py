@@ -84,10 +84,12 @@ def worker(
     if role == "learner" and name not in loaded.node_names():
         raise SettingsError(f"node {name} is not in the settings; nodes are {', '.join(loaded.node_names())}")
     if role == "learner":
-        from grapevine.running.local import with_models
+        from grapevine.running.local import keep_settings, with_models
 
         loaded = with_models(loaded)
     with writing_to(loaded.run_folder):
+        if role == "learner" and settings != loaded.run_folder / "settings.json":
+            keep_settings(loaded)
         loop = make_loop(role, name, loaded, stay)
         if served is not None:
             serve_health(loop, loaded.run, served, bind)

@@ -22,12 +22,13 @@ from rq import get_current_job
 from common.directory import Directory, NameTaken, Policy
 from common.identity import Identity
 from common.ledger import Ledger
+from common.messages import Version
 from common.policies import BadPolicy, PolicyStore, fetch, store_url
 from common.run import open_run
-from common.settings import Settings
+from common.settings import Settings, SettingsError
 from common.worker import LONGEST_PAUSE_SECONDS, TRANSIENT
 from grapevine.control.queue import ControlJob
-from grapevine.export import check_node, export_model, find_policy, parse_version
+from grapevine.export import check_node, export_model, find_policy, has_checkpoints, parse_version
 from learners.journal import read
 
 log = structlog.get_logger()
@@ -111,11 +112,24 @@ def export(node: str, version: str | None = None) -> dict[str, Any]:
     settings = place.settings
     check_node(settings, node)
     wanted = parse_version(version) if version else None
-    policy = find_policy(settings, node, wanted)
-    target = settings.run_folder / "exports" / f"{node}-{policy.version}"
+    policy = None if has_checkpoints(settings, node) else _announced(settings, node, wanted)
+    found = policy or find_policy(settings, node, wanted)
+    target = settings.run_folder / "exports" / f"{node}-{found.version}"
     if target.exists() and any(target.iterdir()):
-        return {"node": node, "version": str(policy.version), "model": policy.model, "folder": str(target.absolute())}
-    return export_model(settings, node, target, policy.version)
+        return {"node": node, "version": str(found.version), "model": found.model, "folder": str(target.absolute())}
+    return export_model(settings, node, target, found.version, policy)
+
+
+def _announced(settings: Settings, node: str, version: Version | None) -> Policy:
+    """What a node on another machine announced last. Raises NotYet, or SettingsError for a version that is another."""
+    policy = open_run(settings)[1].policy(node)
+    if policy is None:
+        raise NotYet(f"node {node} has announced no policy yet; its learner does when it starts")
+    if version not in (None, policy.version):
+        raise SettingsError(
+            f"{node} keeps its versions elsewhere, and announced {policy.version} last; {version} is not here"
+        )
+    return policy
 
 
 def prune(keep_policies: int = 2, older_than: str = "7d", dry_run: bool = False) -> dict[str, Any]:

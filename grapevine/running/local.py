@@ -61,8 +61,7 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console, joined
         if not lockstep:
             for sentence in resume_points(settings):
                 console.print(sentence, highlight=False, soft_wrap=True)
-        tree = settings.model_dump(mode="json", exclude=set(SECRETS))
-        write_whole(folder / "settings.json", json.dumps(tree, indent=1))
+        keep_settings(settings)
         server = None
         if settings.redis_url is None:
             server = EmbeddedServer(folder / "server", settings.listen)
@@ -97,6 +96,13 @@ def up(settings: Settings, fresh: bool, lockstep: bool, console: Console, joined
         told = f"stopped after round {facts_now['rounds']} of {last}; to go on: grapevine up --resume {folder}"
         console.print(told, highlight=False, soft_wrap=True)
     return code
+
+
+def keep_settings(settings: Settings) -> None:
+    """Write the settings into the run's folder, where reports and exports find them."""
+    settings.run_folder.mkdir(parents=True, exist_ok=True)
+    tree = settings.model_dump(mode="json", exclude=set(SECRETS))
+    write_whole(settings.run_folder / "settings.json", json.dumps(tree, indent=1))
 
 
 def set_aside(folder: Path, console: Console) -> None:
