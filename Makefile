@@ -12,7 +12,7 @@ ENV := $(if $(filter vllm,$(ENGINE)),.venv-vllm,.venv)
 export PYTHON TORCH
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo monitor test test-vllm lint chaos bench pictures reference clean
+.PHONY: help setup setup-vllm demo monitor test test-image test-vllm lint chaos bench pictures reference clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -27,7 +27,10 @@ demo: $(ENV)/.stamp ## train a small swarm on this machine and print what came o
 	@$(ENV)/bin/grapevine up configs/demo.yaml --fresh $(if $(ENGINE),--set generators.engine=$(ENGINE))
 
 test: lint ## lint, then the whole test suite
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not image"
+
+test-image: $(STAMP) ## the tests that build container images (with buildah, where it is installed)
+	@$(BIN)/python -m pytest -q -rs -m image
 
 test-vllm: $(VLLM_STAMP) ## the tests that need vLLM
 	@.venv-vllm/bin/python -m pytest -q -m vllm -n 2 --dist loadfile
@@ -64,7 +67,7 @@ clean: ## remove .venv, caches and build folders; runs/ stays
 	@echo "removed .venv, .venv-vllm, caches and build folders; runs/ is left alone"
 
 # Tests and benchmarks run several processes side by side: one thread each keeps them from fighting over the cores.
-test test-vllm chaos bench: export OMP_NUM_THREADS := 1
+test test-image test-vllm chaos bench: export OMP_NUM_THREADS := 1
 
 $(STAMP): pyproject.toml constraints.txt tools/install.sh
 	@sh tools/install.sh

@@ -1,4 +1,4 @@
-"""compose.yaml and the Dockerfile, read as Docker would: real commands, real files, one server for all."""
+"""compose.yaml, read as Docker would: real commands, real files, one server for all, the image of its role for each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import yaml
 
 from common.settings import load
 from grapevine.cli import app
+from tests.test_image import ARGUMENTS, STAGES, TARGETS
 
 ROOT = Path(__file__).parents[1]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "compose.yaml").read_text())
@@ -45,7 +46,7 @@ def test_every_command_is_one(name: str) -> None:
     context = subcommand.make_context(words[0], words[1:])
     if words[0] in ("worker", "control"):
         assert str(context.params["settings"]) == "/config/run.yaml"
-        assert context.params["port"] == 9100
+        assert str(context.params["port"]) == "9100"
         assert "127.0.0.1:9100/readyz" in SERVICES[name]["healthcheck"]["test"][-1]
 
 
@@ -81,18 +82,29 @@ def test_volumes_and_dependencies_exist() -> None:
             assert source in COMPOSE["volumes"] or (ROOT / source).exists(), (name, volume)
         assert set(service.get("depends_on", {})) <= set(SERVICES)
     for name in WORKERS:
-        if name != "starter":
-            assert SERVICES[name]["depends_on"]["redis"] == {"condition": "service_healthy"}
+        assert SERVICES[name]["depends_on"]["redis"] == {"condition": "service_healthy"}
 
 
-def test_the_image_is_made_of_what_is_there_and_runs_as_nobody_special() -> None:
-    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
-    lines = [line.split() for line in text.splitlines() if line and not line.startswith(("#", " "))]
-    copied = [words[1:-1] for words in lines if words[0] == "COPY" and not words[1].startswith("--from")]
-    assert all((ROOT / source).exists() for sources in copied for source in sources)
-    last = max(at for at, words in enumerate(lines) if words[0] == "FROM")
-    assert ["USER", "grapevine"] in lines[last:]
-    assert ["ENTRYPOINT", '["grapevine"]'] in lines[last:]
-    assert re.search(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {".git", ".venv", ".env", "runs"} <= set(ignored)
+@pytest.mark.parametrize("name", WORKERS)
+def test_every_worker_has_the_image_of_its_role(name: str) -> None:
+    service, words = SERVICES[name], command_of(SERVICES[name])
+    role = words[1] if words[0] == "worker" else words[0]
+    target = service["build"]["target"]
+    # Learners generate as well; GENERATOR names another image for those that only generate.
+    assert target == ("${GENERATOR:-learner}" if role == "generator" else role)
+    assert filled_in(target) in TARGETS
+    assert service["image"] == f"grapevine/{target}:local"
+    assert service["build"]["context"] == "."
+    arguments = service["build"].get("args", {})
+    assert arguments == ({"TORCH": "${TORCH:-cpu}"} if role in ("learner", "generator") else {})
+    assert set(arguments) <= set(ARGUMENTS)
+    # What the image brings along is found where the image says.
+    assert "GRAPEVINE_CACHE" not in service["environment"]
+
+
+def test_folders_of_volumes_are_the_users_own() -> None:
+    """A volume takes its owner from the folder that it is mounted on."""
+    (prepared,) = STAGES["runtime"].all("RUN")
+    (owned,) = re.findall(r"chown 10001:10001 (.+)$", prepared)
+    places = {volume.split(":")[1] for name in WORKERS for volume in SERVICES[name]["volumes"] if not volume.endswith(":ro")}
+    assert places == set(owned.split())
