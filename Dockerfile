@@ -109,8 +109,10 @@ RUN pip install --prefix /training -c constraints.txt \
 COPY common common
 COPY grapevine/__init__.py grapevine/
 COPY grapevine/starter grapevine/starter
-# One thread: the same weights on any machine. They are written for their owner alone; these are for everyone to read.
-RUN GRAPEVINE_CACHE=/cache OMP_NUM_THREADS=1 python -c "from grapevine.starter.model import STARTERS, starter_folder; [starter_folder(name) for name in STARTERS]" \
+# One thread each: the same weights on any machine. They are written for their owner alone; these are for everyone to read.
+RUN export GRAPEVINE_CACHE=/cache OMP_NUM_THREADS=1 \
+        starter="from grapevine.starter.model import starter_folder; starter_folder" \
+    && { python -c "$starter('starter')" & python -c "$starter('starter-wide')" && wait $!; } \
     && chmod -R a+rX /cache
 
 # As tools/install.sh does it. For CPUs without dependencies: that build asks for torchvision and others that have no CPU build

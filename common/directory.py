@@ -13,10 +13,13 @@ from typing import Any
 
 import msgspec
 import redis
+import structlog
 
 from common.identity import Identity, KeyRecord, key_id
 from common.keys import Keys
 from common.messages import Version
+
+log = structlog.get_logger()
 
 HEARTBEAT_SECONDS = 2.0
 WORKER_GONE_SECONDS = 15.0
@@ -64,6 +67,7 @@ class Directory:
         self._redis: Any = client
         self._keys = keys
         self._cache: dict[str, tuple[float, KeyRecord | None]] = {}
+        self._ours: dict[str, bool] = {}
 
     # --- identities ---
 
@@ -118,7 +122,18 @@ class Directory:
         """The site's targets, by name."""
         found = self._redis.hgetall(self._keys.targets())
         ours = [_text(name) for name, place in found.items() if place == site.encode()]
-        return sorted(name for name in ours if name is not None)
+        return sorted(name for name in ours if name is not None and self._is_ours(name))
+
+    def _is_ours(self, target: str) -> bool:
+        """Whether this account may read a target's orders: anyone can call a target one of this site."""
+        if target not in self._ours:
+            try:
+                self._redis.xlen(self._keys.orders(target))
+                self._ours[target] = True
+            except redis.exceptions.NoPermissionError:
+                log.warning("not served, since this account may not read its orders", target=target)
+                self._ours[target] = False
+        return self._ours[target]
 
     def waiting_orders(self, targets: list[str]) -> dict[str, int]:
         """Orders per target that are not answered yet: waiting or in a generator's hands."""

@@ -7,12 +7,17 @@ from its first byte on.
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
+import secrets
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+LEFT_SECONDS = 3600.0
 
 
 def write_whole(path: Path, data: str | bytes, mode: int | None = None, durable: bool = False) -> None:
@@ -21,8 +26,9 @@ def write_whole(path: Path, data: str | bytes, mode: int | None = None, durable:
     `mode`: its permissions, 0o600 for a secret; None: the usual ones. `durable`: it is on the disk when this returns, and
     outlasts a power cut.
     """
-    aside = path.with_name(f"{path.name}.new")
-    aside.unlink(missing_ok=True)  # left by a writer that was killed; its permissions may be others
+    # By a name of its own: several processes, on several machines even, may write one file.
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    _sweep(path)
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666 if mode is None else mode)
     with open(handle, "wb") as file:
         file.write(data.encode() if isinstance(data, str) else data)
@@ -32,6 +38,14 @@ def write_whole(path: Path, data: str | bytes, mode: int | None = None, durable:
     os.replace(aside, path)
     if durable:
         sync(path.parent)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what writers that were killed left beside a file long ago."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.*.new"):
+        with suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > LEFT_SECONDS:
+                left.unlink()
 
 
 @contextmanager

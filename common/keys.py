@@ -92,3 +92,8 @@ class Keys:
     def assignments(self) -> str:
         """Hash: generator -> target, a hint with a time."""
         return self._run("assignments")
+
+
+def jobs_of(run: str, site: str) -> str:
+    """What a site's control jobs are called on the server: sites of one run do not take one another's."""
+    return f"gv-{run}" if site == "local" else f"gv-{run}-site-{site}"

@@ -141,7 +141,9 @@ class Ledger:
     def open_ids(self, target: str) -> list[str]:
         """All open orders of a target."""
         prefix = f"{target}/".encode()
-        return [id.decode() for id in self.redis.hkeys(self.keys.open(self.keys.shard_of(target))) if id.startswith(prefix)]
+        found = self.redis.hkeys(self.keys.open(self.keys.shard_of(target)))
+        # What others wrote there under this target's name, and is no order of it, is nobody's.
+        return [id.decode() for id in found if id.startswith(prefix) and id[len(prefix) :].isdigit()]
 
     def own_entries(self, target: str) -> list[Entry]:
         """Everything in the own stream, read without moving the consumer group."""

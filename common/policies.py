@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import itertools
 import os
 import shutil
+import time
+import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import fsspec
 
 from common.directory import Policy
 from common.messages import Version
-from common.policy_server import authorization
+from common.policy_server import authorization, tokens
 from common.settings import Settings
 
-STALLED_SECONDS = 30.0
+STALLED_SECONDS = 10.0
+LONGEST_SECONDS = 1800.0
+_fetches = itertools.count()
 
 
 class BadPolicy(Exception):
@@ -99,7 +105,7 @@ def fetch(policy: Policy, cache: Path, token: str | None = None) -> Path:
     Raises BadPolicy when the file is missing or is not what was announced. The caller deletes the file.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    local = cache / f"policy-{os.getpid()}.safetensors"
+    local = cache / f"policy-{os.getpid()}-{next(_fetches)}.safetensors"
     try:
         if policy.url.startswith(("http://", "https://")):
             _download(policy.url, local, token)
@@ -117,13 +123,28 @@ def fetch(policy: Policy, cache: Path, token: str | None = None) -> Path:
 
 
 def _download(url: str, local: Path, token: str | None) -> None:
-    request = urllib.request.Request(url)
+    if token is None:
+        _copy(urllib.request.build_opener(), urllib.request.Request(url), local)
+        return
     # A proxy is for the way out of a cluster; with a token the address is within.
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if token is not None else []))
-    if token is not None:
-        request.add_header("Authorization", authorization(token, url))
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    *newer, oldest = tokens(token)
+    for one in newer:
+        with suppress(urllib.error.HTTPError):
+            return _copy(opener, urllib.request.Request(url, headers={"Authorization": authorization(one, url)}), local)
+    _copy(opener, urllib.request.Request(url, headers={"Authorization": authorization(oldest, url)}), local)
+
+
+def _copy(opener: urllib.request.OpenerDirector, request: urllib.request.Request, local: Path) -> None:
+    end = time.monotonic() + LONGEST_SECONDS
     with opener.open(request, timeout=STALLED_SECONDS) as source, local.open("wb") as sink:
-        shutil.copyfileobj(source, sink, 2**20)
+        while block := source.read(2**20):
+            if time.monotonic() > end:
+                raise TimeoutError(f"not there after {LONGEST_SECONDS:.0f} s")
+            sink.write(block)
+        # A connection that ends early reads as an end.
+        if source.length:
+            raise OSError(f"{source.length} bytes short")
 
 
 def sha256(path: Path) -> str:

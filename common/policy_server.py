@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import structlog
 
 from common import metrics
+from common.http_server import SILENT_SECONDS, Server
 from common.settings import SettingsError
 
 SCHEME = "Grapevine"
@@ -35,21 +36,27 @@ def authorization(token: str, url: str, now: float | None = None) -> str:
 
 
 def is_authorized(header: str, token: str, url: str, now: float | None = None) -> bool:
-    """Whether a header was made with the token, for this address and not long ago."""
+    """Whether a header was made with one of the token's parts, for this address and not long ago."""
     scheme, _, rest = header.partition(" ")
     seconds, _, signature = rest.partition(":")
     if scheme != SCHEME or not re.fullmatch(r"\d{1,15}", seconds):
         return False
     apart = abs((time.time() if now is None else now) - int(seconds))
-    expected = _signature(token, url, int(seconds))
-    return hmac.compare_digest(expected.encode(), signature.encode()) and apart <= CLOCKS_APART_SECONDS
+    known = [_signature(one, url, int(seconds)) for one in tokens(token)]
+    fits = [hmac.compare_digest(one.encode(), signature.encode()) for one in known]
+    return any(fits) and apart <= CLOCKS_APART_SECONDS
+
+
+def tokens(text: str) -> list[str]:
+    """The parts of `policies_token`: one, or while it is being replaced several, the newest first."""
+    return [one for one in text.split(",") if one]
 
 
 def _signature(token: str, url: str, seconds: int) -> str:
     return hmac.digest(token.encode(), f"GET {url} {seconds}".encode(), "sha256").hex()
 
 
-def serve_policies(folder: Path, address: str, token: str, node: str) -> ThreadingHTTPServer:
+def serve_policies(folder: Path, address: str, token: str, node: str) -> Server:
     """Serve the policies in `folder` on the port of `address`, in the background.
 
     `address` is the one that others use. Raises SettingsError when the port is taken.
@@ -58,7 +65,7 @@ def serve_policies(folder: Path, address: str, token: str, node: str) -> Threadi
     origin = f"{parts.scheme}://{parts.netloc}"
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 60  # a reader that stalls gives its thread back
+        timeout = SILENT_SECONDS
 
         def do_GET(self) -> None:
             if not is_authorized(self.headers.get("Authorization", ""), token, f"{origin}{self.path}"):
@@ -86,7 +93,7 @@ def serve_policies(folder: Path, address: str, token: str, node: str) -> Threadi
 
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        server = ThreadingHTTPServer(("0.0.0.0", port), Handler)
+        server = Server(("0.0.0.0", port), Handler)
     except OSError as error:
         raise SettingsError(f"setting policies_url: port {port} cannot be served here ({error.strerror})") from None
     threading.Thread(target=server.serve_forever, name="policies", daemon=True).start()

@@ -167,7 +167,8 @@ def denied(error: Exception) -> str | None:
 def _permission(place: str, error: Exception) -> str:
     return (
         f"the user that redis_url names may not do what grapevine needs at {place} ({_line(error)}); "
-        f"allow it with ACL SETUSER name {RIGHTS}"
+        f"give it the rights of its role (`grapevine cluster accounts`), or, where the server is this run's alone, all of "
+        f"them: ACL SETUSER name {RIGHTS}"
     )
 
 

@@ -68,7 +68,10 @@ class Settings(BaseSettings):
         "folder of the run",
     )
     policies_token: str | None = Field(
-        None, min_length=16, description="opens policies that learners serve over HTTP; the same for all workers of a site"
+        None,
+        min_length=16,
+        description="opens policies that learners serve over HTTP, the same for all workers of a site; while it is being "
+        "replaced, the new one and the old one with a comma between them",
     )
     node: NodeSettings = NodeSettings()
     nodes: int | dict[NamePattern, dict[str, Any] | None] = Field(DEFAULT_NODES, description="how many, or a name per node")
@@ -269,7 +272,8 @@ def _sentence(error: ValidationError, inside: list[str] | None = None) -> str:
     if path[-1:] == ["[key]"]:
         return f"setting {where[0]}: {_shown(first.get('input'))} cannot be a name; up to 40 of a-z, 0-9, '.' and '-'"
     text = first["msg"].removeprefix("Value error, ").replace("a valid tuple", "a list")
-    return f"setting {key}: {text[0].lower()}{text[1:]} (got {_shown(first.get('input'))})"
+    got = "" if where[:1] and where[0] in SECRETS else f" (got {_shown(first.get('input'))})"
+    return f"setting {key}: {text[0].lower()}{text[1:]}{got}"
 
 
 def _nodes_sentence(given: Any, last: Any) -> str:

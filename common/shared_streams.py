@@ -7,6 +7,7 @@ was drawn or refused once is never returned again within the maximum age.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ from common.ledger import Entry
 from common.messages import TAGS, Tag
 
 LOOK_BACK = 4
+_NAME = re.compile(rb"[a-z0-9][a-z0-9.-]{0,62}")
 AUTHORS_FRESH_MS = 1000
 
 
@@ -109,7 +111,7 @@ class SwarmReader:
             for shard in range(self._keys.shards):
                 for tag in self._tags:
                     active = self._redis.zrangebyscore(self._keys.authors(shard, tag), now - self._max_age, "+inf")
-                    found += [(author.decode(), tag) for author in active]
+                    found += [(author.decode(), tag) for author in active if _is_name(author)]
             self._authors = sorted(place for place in found if place[0] != self._me)
             self._asked = now
         return list(self._authors)
@@ -129,6 +131,11 @@ class SwarmReader:
                 return None
             last = f"({rows[-1][0].decode()}"
         return None
+
+
+def _is_name(author: bytes) -> bool:
+    """Whether an author can be one: every site writes into these sets."""
+    return _NAME.fullmatch(author) is not None
 
 
 def _time_of(id: str) -> int:

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from types import FrameType
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from common import metrics
 from common.directory import HEARTBEAT_SECONDS, Directory
+from common.http_server import SILENT_SECONDS, Server
 from common.ledger import Ledger
 from common.server import ServerChanged
 from common.settings import SettingsError
@@ -36,6 +37,8 @@ TRANSIENT = (
 )
 LONGEST_PAUSE_SECONDS = 2.0
 BUG_EXIT_CODE = 70
+# A learner's step is a whole update, a generator's first one fetches and opens a model; others never take long.
+STALLED_SECONDS = {"learner": 7200.0, "generator": 3600.0}
 
 log = structlog.get_logger()
 
@@ -160,21 +163,23 @@ class Alive(Protocol):
         """Whose it is."""
 
 
-def serve_health(
-    loop: Alive, run: str, port: int, address: str = "0.0.0.0", stalled_after: float = 600.0
-) -> ThreadingHTTPServer:
+def serve_health(loop: Alive, run: str, port: int, address: str = "0.0.0.0", stalled_after: float | None = None) -> Server:
     """Serve /healthz (the loop turns), /readyz (joined to the server) and /metrics on `port`, in the background.
 
-    Port 0 takes any that is free. A step longer than `stalled_after` seconds makes the worker unhealthy. Raises
-    SettingsError when the port is taken.
+    Port 0 takes any that is free. A step longer than `stalled_after` seconds (by default as long as the role may take) makes
+    the worker unhealthy. Raises SettingsError when the port is taken.
     """
 
+    patience = stalled_after or STALLED_SECONDS.get(loop.role, 600.0)
+
     class Handler(BaseHTTPRequestHandler):
+        timeout = SILENT_SECONDS
+
         def do_GET(self) -> None:
             if self.path == "/metrics":
                 self._send(200, metrics.page(run, loop.role), CONTENT_TYPE_LATEST)
             elif self.path == "/healthz":
-                alive = time.monotonic() - loop.last_step < stalled_after or not loop.joined
+                alive = time.monotonic() - loop.last_step < patience or not loop.joined
                 self._send(200 if alive else 503, b"ok\n" if alive else b"stalled\n")
             elif self.path == "/readyz":
                 self._send(200 if loop.joined else 503, b"ok\n" if loop.joined else b"the server is away\n")
@@ -192,7 +197,7 @@ def serve_health(
             pass
 
     try:
-        server = ThreadingHTTPServer((address, port), Handler)
+        server = Server((address, port), Handler)
     except (OSError, OverflowError) as error:
         reason = "it is in use" if getattr(error, "errno", None) == errno.EADDRINUSE else " ".join(str(error).split())
         raise SettingsError(f"--port {port} cannot be served: {reason}; choose another port, or 0 for none") from None

@@ -1,13 +1,14 @@
 """Which policy the engine holds, and how it follows the one announced last.
 
 Guarantees: a policy is handed to the engine only after its checksum agreed; one that is missing, damaged or of another shape
-leaves the old one serving, and is counted; while something is in flight, a policy is fetched beside the sampling.
+leaves the old one serving, and is counted; while something is in flight, a policy is fetched beside the sampling, and one
+that comes over a network never keeps the generator from serving others.
 """
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import structlog
@@ -20,6 +21,10 @@ from generators.engines.base import Engine, PolicyUnusable
 
 # Until a policy that could not be fetched, or not be used, is tried again.
 FETCH_AGAIN_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 60.0
+# Fetches under way: so many learners may be unreachable at once before others have to wait.
+MOST_FETCHES = 8
+MOMENT_SECONDS = 0.2
 LOAD_AGAIN_SECONDS = 10.0
 
 log = structlog.get_logger()
@@ -39,8 +44,9 @@ class Following:
         self._token = token
         self._failed: dict[str, tuple[Policy, float, str]] = {}
         self._target: str | None = None
-        self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="policy")
-        self._fetching: tuple[str, Policy, Future[Path]] | None = None
+        self._fetcher = ThreadPoolExecutor(MOST_FETCHES, thread_name_prefix="policy")
+        self._fetching: dict[str, tuple[Policy, Future[Path]]] = {}
+        self._tries: dict[str, int] = {}
         self._opened = False
         for left in cache.glob("policy-*.safetensors"):
             left.unlink()  # by a process that was killed while it fetched
@@ -75,25 +81,38 @@ class Following:
         except (BadPolicy, PolicyUnusable) as error:
             metrics.policies_refused.labels(getattr(error, "reason", "shape")).inc()
             log.warning("policy not loaded", target=target, version=str(policy.version), detail=str(error))
-            wait = LOAD_AGAIN_SECONDS if isinstance(error, PolicyUnusable) else FETCH_AGAIN_SECONDS
-            self._failed[target] = (policy, time.monotonic() + max(wait, 10 * self.change_seconds), str(error))
+            pause = LOAD_AGAIN_SECONDS if isinstance(error, PolicyUnusable) else self._longer(target)
+            self._failed[target] = (policy, time.monotonic() + max(pause, 10 * self.change_seconds), str(error))
         return self.serving(target)
+
+    def _longer(self, target: str) -> float:
+        """Seconds until a policy is fetched again: longer with each try in vain."""
+        self._tries[target] = self._tries.get(target, 0) + 1
+        return min(FETCH_AGAIN_SECONDS * 2.0 ** (self._tries[target] - 1), LONGEST_PAUSE_SECONDS)
 
     def _fetched(self, target: str, policy: Policy) -> Path | None:
         """The policy's file; None while it is on its way and there is something else to do. Raises BadPolicy."""
-        if self._fetching is not None:
-            wanted, announced, future = self._fetching
-            if self._engine.in_flight and not future.done():
+        near = not policy.url.startswith(("http://", "https://"))
+        if target in self._fetching:
+            announced, future = self._fetching[target]
+            if not future.done() and (self._engine.in_flight or not near):
                 return None
-            self._fetching = None
-            if (wanted, announced) == (target, policy):
+            del self._fetching[target]
+            if announced == policy:
                 return future.result()
             if future.exception() is None:
                 future.result().unlink()  # it was overtaken by a newer one
-        if not self._engine.in_flight:
+        if near and not self._engine.in_flight:
             return fetch(policy, self._cache, self._token)
-        self._fetching = (target, policy, self._fetcher.submit(fetch, policy, self._cache, self._token))
-        return None
+        if len(self._fetching) >= MOST_FETCHES:
+            return None  # one of them will be through, or given up
+        future = self._fetcher.submit(fetch, policy, self._cache, self._token)
+        self._fetching[target] = (policy, future)
+        if self._engine.in_flight:
+            return None
+        # With nothing else in hand it is worth a moment's wait.
+        wait([future], timeout=MOMENT_SECONDS)
+        return self._fetched(target, policy) if future.done() else None
 
     def _take(self, target: str, policy: Policy, local: Path) -> None:
         if policy.model != self.model:
@@ -103,6 +122,7 @@ class Following:
         metrics.policy_swap_seconds.observe(time.monotonic() - begun)
         metrics.policies_loaded.labels(metrics.node_label(target)).inc()
         self._target, self.version = target, policy.version
+        self._tries.pop(target, None)
 
     def _open(self, model: str) -> None:
         begun = time.monotonic()

@@ -157,8 +157,8 @@ class Learner:
             self._doing = "evaluates" if self._heldout.pending else "complete"
             if not self._heldout.pending:
                 if self._stay:
-                    self._tend()
-                    time.sleep(WAIT_MS / 1000)
+                    self._show_books()  # which notices a server that came back without its memory
+                    time.sleep(TEND_SECONDS)
                 return self._stay
             time.sleep(0.05 if self._ledger.clock.unit == "ms" else 0)
             return True
@@ -242,9 +242,12 @@ class Learner:
             again, given_up = self._account.tend(self._state.round, self._announcement())
             if again or given_up:
                 log.warning("orders overdue", node=self.name, asked_again=again, given_up=given_up)
-            books = self._ledger.books(self.name)
-            for column in ("ordered", "trained", "filtered", "expired", "open", "waiting", "lost"):
-                metrics.books.labels(self.name, column).set(getattr(books, column))
+            self._show_books()
+
+    def _show_books(self) -> None:
+        books = self._ledger.books(self.name)
+        for column in ("ordered", "trained", "filtered", "expired", "open", "waiting", "lost"):
+            metrics.books.labels(self.name, column).set(getattr(books, column))
 
     # --- one round ---
 

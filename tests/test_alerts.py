@@ -20,8 +20,8 @@ RULES = Path(__file__).parents[1] / "grapevine" / "monitoring" / "alerts.yaml"
 PROMTOOL = shutil.which("promtool")
 RUNBOOKS = "https://github.com/grapevine-rl/grapevine/blob/main/docs/operations.md"
 NAMES = {
-    "ServerAway", "BooksDoNotAddUp", "LearnerStalled", "NobodyConsumes", "BacklogGrows", "GeneratorStarved",
-    "QuarantineSpike", "RewardCollapse", "UpdateFailures", "PoliciesRefused", "WorkerRestarts", "StreamMemory",
+    "ServerAway", "ExporterMissing", "BooksDoNotAddUp", "LearnerStalled", "NobodyConsumes", "BacklogGrows",
+    "GeneratorStarved", "QuarantineSpike", "RewardCollapse", "UpdateFailures", "PoliciesRefused", "WorkerRestarts", "StreamMemory",
 }  # fmt: skip
 
 promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt install prometheus)")
@@ -168,6 +168,11 @@ FIRES = (
     Fires(
         "ServerAway", "it does not answer", {of("server_up"): then(flat(1, 10), flat(0))}, 12, {"run": "demo"},
         "The server of run demo does not answer.",
+    ),
+    Fires(
+        "ExporterMissing", "it is gone",
+        {of("server_up"): then(flat(1, 10), gone()), of("reconnects_total", instance="a"): flat(0)}, 30, {"run": "demo"},
+        "Run demo has workers and no exporter.",
     ),
     Fires(
         "BooksDoNotAddUp", "groups are missing",

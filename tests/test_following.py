@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -96,18 +98,16 @@ def test_a_policy_is_fetched_beside_what_is_in_flight(server: EmbeddedServer, ti
     engine.submit(request(0))
     second = announce(file, 2)
     assert following.follow("node-0") == first
-    assert following._fetching is not None
-    following._fetching[2].result()
+    following._fetching["node-0"][1].result()
     assert following.follow("node-0") == second
     # One that is overtaken on its way is forgotten; one that fails on its way is refused.
     announce(file, 3)
     assert following.follow("node-0") == second
-    following._fetching[2].result()
+    following._fetching["node-0"][1].result()
     announce(file, 4, checksum="0" * 64)
     assert following.follow("node-0") == second
-    assert following._fetching is not None
     counted = refused("checksum")
-    assert following._fetching[2].exception() is not None
+    assert following._fetching["node-0"][1].exception() is not None
     assert following.follow("node-0") == second
     assert refused("checksum") == counted + 1
     engine.step()
@@ -133,3 +133,40 @@ def test_another_node_waits_until_what_is_in_flight_is_answered(
     engine.step()
     assert following.follow("node-1") == ours
     assert following.serving("node-0") is None
+
+
+def test_a_learner_that_hangs_keeps_no_generator_from_others(server: EmbeddedServer, tmp_path: Path) -> None:
+    announce = Announcer(server, "hanging", tmp_path)
+    (tmp_path / "good.st").write_bytes(b"weights")
+    version = announce(tmp_path / "good.st", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/node-1/000001-000000001.safetensors"
+        hanging = Policy(Version(1, 1), url, "0" * 64, str(tmp_path))
+        announce.ledger.redis.set(announce.ledger.keys.policy("node-1"), announce.directory.announcement(hanging))
+        following = Following(PacedEngine(), announce.directory, tmp_path / "cache", "a token of this site")
+        assert following.follow("node-1") is None
+        assert following.follow("node-0") == version
+        assert following.follow("node-1") is None
+        _, fetching = following._fetching["node-1"]
+        assert not fetching.done(), "it was served while the other was still waited for"
+
+
+def test_an_address_that_refuses_is_asked_less_and_less(
+    server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce = Announcer(server, "refusing", tmp_path)
+    monkeypatch.setattr("generators.following.FETCH_AGAIN_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    policy = Policy(Version(1, 1), f"http://127.0.0.1:{port}/x", "0" * 64, str(tmp_path))
+    announce.ledger.redis.set(announce.ledger.keys.policy("node-1"), announce.directory.announcement(policy))
+    following = Following(PacedEngine(), announce.directory, tmp_path / "cache")
+    pauses = []
+    while len(pauses) < 4:
+        before = following._tries.get("node-1", 0)
+        assert following.follow("node-1") is None
+        if following._tries.get("node-1", 0) > before:
+            pauses.append(0.01 * 2**before)
+            assert following._failed["node-1"][1] <= time.monotonic() + pauses[-1]
+    assert pauses == [0.01, 0.02, 0.04, 0.08]
+    assert "refused" in (following.refusal("node-1") or "")

@@ -167,7 +167,7 @@ def test_a_verifier_has_room_for_its_sandbox_and_the_server_for_a_second_copy(ov
         elif workload.role == "redis":
             facts = [line.split() for line in cluster.file(workload, container, "/etc/valkey/valkey.conf").splitlines()]
             (most,) = [words[1] for words in facts if words[:1] == ["maxmemory"]]
-            assert limit >= 2 * quantity(most.replace("gb", "Gi")), workload
+            assert limit >= 2 * quantity(most.replace("gb", "Gi").replace("mb", "Mi")), workload
             for line in (
                 "appendonly yes",
                 "maxmemory-policy noeviction",
@@ -205,7 +205,8 @@ def test_a_drained_machine_takes_few_at_a_time(overlay: str) -> None:
         assert (budget is None) == (workload.role == "exporter"), workload
         if budget is not None:
             # A budget that never lets go of a pod would hold up the machine's upkeep.
-            assert set(budget["spec"]) == {"maxUnavailable", "selector"}, full_name(budget)
+            assert set(budget["spec"]) == {"maxUnavailable", "selector", "unhealthyPodEvictionPolicy"}, full_name(budget)
+            assert budget["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow", full_name(budget)
             assert budget["spec"]["maxUnavailable"] not in (0, "0%"), full_name(budget)
     assert not kept
 

@@ -1,6 +1,7 @@
 """The server's accounts: which keys and which commands each role has. One table, from which the ACL file is made.
 
-Guarantees: an account sees one run only and of it what its role touches; no account but `admin` can list keys, configure
+Guarantees: an account sees one run only (but for rq's keys, which control workers of all runs share) and of it what its
+role touches; no account but `admin` can list keys, configure
 the server, or see what others do; a site's accounts write in the name of that site's nodes only. What a script is handed
 needs all rights on its key (the server cannot know what scripts do), so there the commands are the limit.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from common.keys import jobs_of
 
 # What every connection of ours begins with and every script needs.
 CONNECTION = ("ping", "select", "info", "time", "evalsha", "script|load", "script|exists")
@@ -75,7 +78,7 @@ class Scope:
                 self._shard("%R~", "open", "raw:*", "orders:*", "own:*", "books:*", "swarm-*", "authors:*", "quarantine")
                 + self._run("%R~", "targets") + self._run("~", "workers", "assignments") + self._shard("~", "counts")
             ),
-            "keda": (*self._shard("~", "open", f"raw:{self.site}"), f"~rq:queue:gv-{self.run}"),
+            "keda": (*self._shard("~", "open", f"raw:{self.site}"), f"~rq:queue:{jobs_of(self.run, self.site)}"),
         }  # fmt: skip
         wanted["control"] = wanted["learner"]
         return wanted[role]

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from common.files import write_whole
+from common.policy_server import tokens
 from common.settings import Settings, SettingsError, load
 from grapevine.cluster.accounts import ROLES, Scope, acl_file
 
@@ -66,6 +67,8 @@ def passwords(folder: Path, settings: Settings | None = None) -> list[Path]:
     if current.exists():
         write_whole(previous, current.read_bytes(), mode=0o600)
     fresh = {role: secrets.token_urlsafe(24) for role in ("admin", *ROLES, "policies")}
+    if previous.exists():
+        fresh["policies"] += "," + tokens(read_passwords(previous)["policies"])[0]
     write_whole(current, env_file(fresh), mode=0o600)
     write_whole(folder / "users.acl", acl_file(scope_of(settings), *valid_passwords(folder)), mode=0o600)
     return [current, folder / "users.acl"]
@@ -94,7 +97,7 @@ def read_passwords(path: Path) -> dict[str, str]:
     if not path.exists():
         raise SettingsError(f"{path.parent} holds no passwords; make them with `grapevine cluster init OVERLAY FOLDER`")
     pairs = dict(line.split("=", 1) for line in path.read_text().splitlines() if "=" in line and not line.startswith("#"))
-    missing = [role for role in ("admin", *ROLES) if not pairs.get(role)]
+    missing = [role for role in ("admin", *ROLES, "policies") if not pairs.get(role)]
     if missing:
         raise SettingsError(f"{path} lacks passwords for {', '.join(missing)}")
     return pairs

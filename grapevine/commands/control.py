@@ -16,6 +16,7 @@ jobs = typer.Typer(no_args_is_help=True, help="Control jobs of a run: evaluation
 
 RunArgument = Annotated[str, typer.Argument(help="the run's name")]
 IdArgument = Annotated[str, typer.Argument(help="the job's id, as `grapevine jobs list` shows it")]
+SiteOption = Annotated[str, typer.Option(help="whose jobs, where several sites share the server")]
 UrlOption = Annotated[str | None, typer.Option(envvar="REDIS_URL", show_envvar=True, help="the server, for a run elsewhere")]
 
 
@@ -30,6 +31,9 @@ def control(
 
     Example: REDIS_URL=redis://:password@host:6379/0 grapevine control --settings my.yaml --set control.evaluate_rounds=50
     """
+    from grapevine.processes import end_on_sigterm
+
+    end_on_sigterm()  # before the imports that take long
     from common.settings import load
     from grapevine.control.worker import control as work
     from grapevine.control.worker import default_name
@@ -46,6 +50,7 @@ def control(
 def list_(
     run: Annotated[str | None, typer.Argument(help="the run's name; may be left out where there is only one")] = None,
     redis_url: UrlOption = None,
+    site: SiteOption = "local",
     folder: FolderOption = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="all there is to know of each job, as a JSON list")] = False,
 ) -> None:
@@ -59,7 +64,7 @@ def list_(
 
     from grapevine.control.listing import show_rows
 
-    found = _jobs(run, redis_url, folder)
+    found = _jobs(run, redis_url, folder, site)
     rows = found.rows()
     if as_json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
@@ -84,6 +89,7 @@ def add(
     retries: Annotated[int, typer.Option(min=0, max=100, help="how often it is tried again when it fails")] = 3,
     wait: Annotated[bool, typer.Option("--wait", help="wait for it and print its result as JSON")] = False,
     redis_url: UrlOption = None,
+    site: SiteOption = "local",
     folder: FolderOption = Path("runs"),
 ) -> None:
     """Put a job into a run's queue and print its id; a `grapevine control` worker does it.
@@ -99,7 +105,7 @@ def add(
         "keep_policies": keep_policies, "older_than": older_than, "dry_run": dry_run or None,
     }  # fmt: skip
     arguments = arguments_of(kind, given)
-    found = _jobs(run, redis_url, folder)
+    found = _jobs(run, redis_url, folder, site)
     id = found.add(kind, arguments, retries)
     if wait and id is not None:
         raise typer.Exit(wait_for(found, id))
@@ -107,21 +113,33 @@ def add(
 
 
 @jobs.command()
-def retry(run: RunArgument, id: IdArgument, redis_url: UrlOption = None, folder: FolderOption = Path("runs")) -> None:
+def retry(
+    run: RunArgument,
+    id: IdArgument,
+    redis_url: UrlOption = None,
+    site: SiteOption = "local",
+    folder: FolderOption = Path("runs"),
+) -> None:
     """Put a job that failed or was cancelled into the queue again, with all its tries.
 
     Example: grapevine jobs retry demo evaluate-node-0-3f9a2c41
     """
-    _jobs(run, redis_url, folder).retry(id)
+    _jobs(run, redis_url, folder, site).retry(id)
 
 
 @jobs.command()
-def cancel(run: RunArgument, id: IdArgument, redis_url: UrlOption = None, folder: FolderOption = Path("runs")) -> None:
+def cancel(
+    run: RunArgument,
+    id: IdArgument,
+    redis_url: UrlOption = None,
+    site: SiteOption = "local",
+    folder: FolderOption = Path("runs"),
+) -> None:
     """Take a job out of the queue, or end it where it runs.
 
     Example: grapevine jobs cancel demo evaluate-node-0-3f9a2c41
     """
-    _jobs(run, redis_url, folder).cancel(id)
+    _jobs(run, redis_url, folder, site).cancel(id)
 
 
 def export(
@@ -162,7 +180,7 @@ def prune(
     show_pruned(planned if dry_run else prune_runs(planned), dry_run, Console())
 
 
-def _jobs(run: str | None, redis_url: str | None, folder: Path) -> Jobs:
+def _jobs(run: str | None, redis_url: str | None, folder: Path, site: str) -> Jobs:
     """The jobs of a run, on the server named or on the one beside the run. Raises SettingsError, ServerRefused."""
     from common.server import ServerRefused
     from common.settings import SettingsError
@@ -179,4 +197,4 @@ def _jobs(run: str | None, redis_url: str | None, folder: Path) -> Jobs:
         client.ping()
     except TRANSIENT as error:
         raise ServerRefused(f"the server of run {place.keys.run} does not answer: {error}") from None
-    return Jobs(place.keys.run, client)
+    return Jobs(place.keys.run, client, site)

@@ -70,6 +70,9 @@ def worker(
 
     Example: REDIS_URL=redis://:password@host:6379/0 grapevine worker generator gen-1 --settings my.yaml --port 9100
     """
+    from grapevine.processes import end_on_sigterm
+
+    end_on_sigterm()  # before the imports that take long
     from common.settings import SettingsError, load
     from common.worker import serve_health
     from grapevine.disk import writing_to

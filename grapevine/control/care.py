@@ -94,7 +94,7 @@ class Caretaker:
 
     def _care(self) -> None:
         ledger, directory = open_run(self._settings)
-        jobs = Jobs(self._settings.run, ledger.redis)
+        jobs = Jobs(self._settings.run, ledger.redis, self._settings.site)
         schedule = Schedule(self._settings, jobs, directory)
         if not self._counted:
             ledger.count_start("control")

@@ -13,6 +13,7 @@ from pathlib import Path
 from rq.executions import Execution
 from rq.serializers import JSONSerializer
 
+from common.keys import jobs_of
 from common.settings import load
 from grapevine.control.queue import ControlJob, ControlQueue, patient_client
 from grapevine.control.work import Place, free_scratch, work_at
@@ -29,7 +30,7 @@ def main(worker: int, name: str, suffix: str, settings_file: str, job_id: str, e
     configure_logs(console=True)
     settings = load(Path(settings_file))
     client = patient_client(settings.redis_url or "")
-    queue = ControlQueue(f"gv-{settings.run}", connection=client)
+    queue = ControlQueue(jobs_of(settings.run, settings.site), connection=client)
     horse = ControlWorker(
         settings, name, [queue], name=name_on_server(settings.run, name, suffix), connection=client,
         serializer=JSONSerializer, prepare_for_work=False,

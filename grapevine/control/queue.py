@@ -22,6 +22,7 @@ from rq.exceptions import DeserializationError, DuplicateJobError, NoSuchJobErro
 from rq.job import Job, JobStatus
 from rq.serializers import JSONSerializer
 
+from common.keys import jobs_of
 from common.server import connect
 from common.settings import SettingsError
 from common.worker import TRANSIENT
@@ -163,13 +164,14 @@ class Row:
 
 
 class Jobs:
-    """The jobs of one run. Ids are shown without the run's name, which they carry on the server."""
+    """The jobs of one site of a run. Ids are shown without the run's name, which they carry on the server."""
 
-    def __init__(self, run: str, client: redis.Redis) -> None:
+    def __init__(self, run: str, client: redis.Redis, site: str = "local") -> None:
         self.run = run
         self.client: Any = client
-        self.queue = ControlQueue(f"gv-{run}", connection=client)
-        self._prefix = f"{_plain(run)}__"
+        name = jobs_of(run, site)
+        self.queue = ControlQueue(name, connection=client)
+        self._prefix = f"{_plain(name.removeprefix('gv-'))}__"
 
     def add(self, kind: str, arguments: dict[str, Any], retries: int, name: str | None = None) -> str | None:
         """Put a job; its id. With a `name` only once: None when there is or was one of that name.

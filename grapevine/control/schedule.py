@@ -41,7 +41,7 @@ class Schedule:
         self._directory = directory
         self._seen: dict[str, int] = {}
         # Not registered and started as rq's own process: nobody would end that one when its worker is killed.
-        self._cron = CronScheduler(jobs.client, logging_level="WARNING", name=f"gv-{settings.run}")
+        self._cron = CronScheduler(jobs.client, logging_level="WARNING", name=jobs.queue.name)
         minutes = settings.control.evaluate_minutes
         if minutes:
             for node in settings.node_names():
@@ -58,7 +58,7 @@ class Schedule:
         def put(occasion: int) -> ControlJob | None:
             return self._add(node, f"evaluate-{node}-t{occasion * seconds}")
 
-        return OccasionJob(put, self._jobs.queue.name, f"gv-{self._settings.run}-evaluate-{node}", seconds)
+        return OccasionJob(put, self._jobs.queue.name, f"{self._jobs.queue.name}-evaluate-{node}", seconds)
 
     def _look_at_round(self, node: str, every: int) -> None:
         policy = self._directory.policy(node)

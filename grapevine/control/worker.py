@@ -26,6 +26,7 @@ from rq.serializers import JSONSerializer
 
 from common import metrics
 from common.files import write_whole
+from common.keys import jobs_of
 from common.policies import served_address, store_url
 from common.policy_server import serve_policies
 from common.settings import SECRETS, Settings, SettingsError
@@ -194,7 +195,7 @@ def control(settings: Settings, name: str, port: int | None, address: str = "0.0
         raise SettingsError(f"--name {name}: a node has that name; control workers sign orders with names of their own")
     _log_through_structlog()
     client = patient_client(settings.redis_url)
-    queue = ControlQueue(f"gv-{settings.run}", connection=client)
+    queue = ControlQueue(jobs_of(settings.run, settings.site), connection=client)
     rq_name = name_on_server(settings.run, name, secrets.token_hex(3))
     worker = ControlWorker(settings, name, [queue], name=rq_name, connection=client, serializer=JSONSerializer)
     folder = settings.run_folder / "control" / name

@@ -21,7 +21,7 @@ from grapevine.experiment.study import StarterArguments, Study, Tree
 from grapevine.report.settings import leaves, text
 
 # Where a cell lies, not what it is. The checksum of a task of one's own stands for its files.
-PLACES = ("run", "folder", "redis_url", "policies_url")
+PLACES = ("run", "folder", "redis_url", "policies_url", "policies_token")
 _PLACE_ENDS = (".folder", ".file")
 
 

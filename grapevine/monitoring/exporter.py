@@ -6,6 +6,7 @@ worker; while the server is away the page says so, and holds no figure from befo
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ from common import metrics
 from common.directory import Directory
 from common.ledger import Ledger
 from common.messages import REASONS, TAGS
-from grapevine.screen.view import View
+from grapevine.screen.view import Node, View
 from grapevine.screen.waits import waits_for
 from grapevine.screen.watch import look
 
@@ -30,6 +31,8 @@ ROLES = ("learner", "generator", "verifier", "control", "exporter")
 STREAMS = ("orders", "raw", "own", "swarm", "quarantine")
 # More keys than these are not measured one by one.
 KEYS_MEASURED = 4096
+NODES_SHOWN = 1024
+NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 
 
 class Exporter(Collector):
@@ -68,6 +71,7 @@ class Exporter(Collector):
         self._server = {"used": info.get("used_memory", 0), "most": info.get("maxmemory", 0)}
         self._assigned = self._directory.assigned(besides="")
         if begun - self._measured > SIZES_SECONDS:
+            self._directory.workers()  # which removes those that are long gone
             self._sizes = self._measure(view)
             self._measured = begun
         self._view, self._looked = view, begun
@@ -89,7 +93,7 @@ class Exporter(Collector):
 
     def _wait(self, view: View, seconds: float) -> None:
         raw = sum(one.waiting for one in view.raw)
-        for node in view.nodes:
+        for node in self._named(view):
             on = waits_for(node, raw)
             if on is not None:
                 self._waited[node.name, on] += seconds  # type: ignore[assignment]  # a Counter of seconds
@@ -148,6 +152,11 @@ class Exporter(Collector):
                 family.add_metric(labels, value)
             yield family
 
+    @staticmethod
+    def _named(view: View) -> list[Node]:
+        """Nodes that registered as such, and no more of them than a run can have: anyone can write a heartbeat."""
+        return [node for node in view.nodes if node.target.site and NAME.fullmatch(node.name)][:NODES_SHOWN]
+
     def _of_view(self, view: View) -> Iterator[tuple[metrics.Exported, Iterable[tuple[tuple[str, ...], float]]]]:
         up = Counter(one.role for one in (*view.helpers,) if not one.silent)
         up["learner"] += sum(node.age is not None and not node.silent for node in view.nodes)
@@ -155,7 +164,7 @@ class Exporter(Collector):
         yield metrics.workers, [((role,), float(up[role])) for role in ROLES]
         counts = view.counts
         yield metrics.workers_started, [((role,), float(counts.get(f"started:{role}", 0))) for role in ROLES]
-        nodes = [node.name for node in view.nodes]
+        nodes = [node.name for node in self._named(view)]
         yield metrics.generators_assigned, [((name,), float(self._assigned.get(name, 0))) for name in nodes]
         # Of a learner that left before this exporter came, nobody knows how many were planned.
         yield (
@@ -168,7 +177,7 @@ class Exporter(Collector):
         )
         waiting: Counter[tuple[str, ...]] = Counter()
         taken: Counter[tuple[str, ...]] = Counter()
-        for target in (*(node.target for node in view.nodes), *view.evaluations):
+        for target in (*(node.target for node in self._named(view)), *view.evaluations):
             name = metrics.node_label(target.name)
             waiting["orders", name] += target.unanswered - target.taken
             taken["orders", name] += target.taken
@@ -191,7 +200,8 @@ class Exporter(Collector):
         refused = {(stream, reason): 0 for stream in ("orders", "raw", "own", "swarm") for reason in REASONS}
         for name, number in view.refused.items():
             stream, _, reason = name.partition(":")
-            refused[stream, reason] = number
+            if (stream, reason) in refused:  # everyone may write there
+                refused[stream, reason] = number
         yield metrics.quarantined, [(key, float(number)) for key, number in refused.items()]
 
     def _of_sizes(self) -> Iterator[tuple[metrics.Exported, Iterable[tuple[tuple[str, ...], float]]]]:

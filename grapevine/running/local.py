@@ -122,7 +122,7 @@ def _forget(settings: Settings) -> None:
     if importlib.util.find_spec("rq"):
         from grapevine.control.queue import Jobs
 
-        Jobs(settings.run, ledger.redis).forget()
+        Jobs(settings.run, ledger.redis, settings.site).forget()
 
 
 def with_models(settings: Settings) -> Settings:
