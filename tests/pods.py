@@ -288,10 +288,6 @@ class Cluster:
         yield f"mount -t proc proc {root}/proc && mount --rbind /dev {root}/dev && mount -t sysfs sys {root}/sys || true"
         # Whatever of this machine the image's content is, the pod's user may read it.
         yield f"chmod 755 {root}/root 2>/dev/null || true"
-        binds = {str(path): path for path in {ROOT, Path(sys.prefix), Path(sys.base_prefix)}}
-        binds |= {"/pod/bin": self.folder / "bin", "/opt/grapevine/cache": self._starters}
-        for place, source in binds.items():
-            yield f"mkdir -p {root}{place} && mount --bind {source} {root}{place} && mount -o remount,bind,ro {root}{place}"
         yield f"cp {self._hosts_file(pod)} {root}/etc/hosts"
         yield f"mkdir -p {root}/srv/grapevine && chown {USER}:{USER} {root}/srv/grapevine"
         for mount in sorted(container["volumeMounts"], key=lambda one: str(one["mountPath"])):
@@ -299,6 +295,11 @@ class Cluster:
             yield f"mkdir -p {place} 2>/dev/null || true; mount --bind {self._volume(pod, mount['name'])} {place}"
             if mount.get("readOnly"):
                 yield f"mount -o remount,bind,ro {place}"
+        # After the volumes: this folder may lie below one of them, /tmp say.
+        binds = {str(path): path for path in {ROOT, Path(sys.prefix), Path(sys.base_prefix)}}
+        binds |= {"/pod/bin": self.folder / "bin", "/opt/grapevine/cache": self._starters}
+        for place, source in binds.items():
+            yield f"mkdir -p {root}{place} && mount --bind {source} {root}{place} && mount -o remount,bind,ro {root}{place}"
         if security.get("readOnlyRootFilesystem"):
             yield f"mount -o remount,ro {root}"
         user, group = (pod.spec["securityContext"][name] for name in ("runAsUser", "runAsGroup"))

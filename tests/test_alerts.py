@@ -21,7 +21,8 @@ PROMTOOL = shutil.which("promtool")
 RUNBOOKS = "https://github.com/grapevine-rl/grapevine/blob/main/docs/operations.md"
 NAMES = {
     "ServerAway", "ExporterMissing", "BooksDoNotAddUp", "LearnerStalled", "NobodyConsumes", "BacklogGrows",
-    "GeneratorStarved", "QuarantineSpike", "RewardCollapse", "UpdateFailures", "PoliciesRefused", "WorkerRestarts", "StreamMemory",
+    "GeneratorStarved", "QuarantineSpike", "RewardCollapse", "UpdateFailures", "PoliciesRefused", "WorkerRestarts",
+    "StreamMemory",
 }  # fmt: skip
 
 promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: apt install prometheus)")
