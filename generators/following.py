@@ -97,15 +97,14 @@ class Following:
             announced, future = self._fetching[target]
             if not future.done() and (self._engine.in_flight or not near):
                 return None
-            del self._fetching[target]
             if announced == policy:
+                del self._fetching[target]
                 return future.result()
-            if future.exception() is None:
-                future.result().unlink()  # it was overtaken by a newer one
+            self._forget(target)  # it was overtaken by a newer one
         if near and not self._engine.in_flight:
             return fetch(policy, self._cache, self._token)
-        if len(self._fetching) >= MOST_FETCHES:
-            return None  # one of them will be through, or given up
+        if not self._has_room():
+            return None
         future = self._fetcher.submit(fetch, policy, self._cache, self._token)
         self._fetching[target] = (policy, future)
         if self._engine.in_flight:
@@ -113,6 +112,21 @@ class Following:
         # With nothing else in hand it is worth a moment's wait.
         wait([future], timeout=MOMENT_SECONDS)
         return self._fetched(target, policy) if future.done() else None
+
+    def _has_room(self) -> bool:
+        """Whether another fetch may begin. The oldest that is through makes room, since its target may be gone."""
+        if len(self._fetching) < MOST_FETCHES:
+            return True
+        through = next((target for target, (_, future) in self._fetching.items() if future.done()), None)
+        if through is not None:
+            self._forget(through)
+        return through is not None
+
+    def _forget(self, target: str) -> None:
+        """Drop a fetch that is through, and its file."""
+        _, future = self._fetching.pop(target)
+        if future.exception() is None:
+            future.result().unlink()
 
     def _take(self, target: str, policy: Policy, local: Path) -> None:
         if policy.model != self.model:

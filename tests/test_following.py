@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +25,7 @@ from common.run import open_run
 from common.settings import Settings
 from generators.engines.base import answer_all
 from generators.engines.paced import PacedEngine
-from generators.following import Following
+from generators.following import MOST_FETCHES, Following
 from grapevine.server import EmbeddedServer
 from tests.engines import KINDS, opener
 from tests.test_engine import request
@@ -170,3 +175,39 @@ def test_an_address_that_refuses_is_asked_less_and_less(
             assert following._failed["node-1"][1] <= time.monotonic() + pauses[-1]
     assert pauses == [0.01, 0.02, 0.04, 0.08]
     assert "refused" in (following.refusal("node-1") or "")
+
+
+def test_fetches_for_nodes_that_are_gone_make_room(
+    server: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announce = Announcer(server, "gone", tmp_path)
+    monkeypatch.setattr("generators.following.MOMENT_SECONDS", 0.0)  # nothing is through when it is first looked at
+    folder = tmp_path / "served" / "policies"
+    folder.mkdir(parents=True)
+    (folder / "x").write_bytes(b"weights")
+    with served(folder.parent) as url:
+        following = Following(PacedEngine(), announce.directory, tmp_path / "cache")
+        policy = Policy(Version(1, 1), f"{url}/policies/x", sha256(folder / "x"), str(tmp_path))
+        for number in range(3 * MOST_FETCHES):
+            target = f"eval-node-{number}"
+            announce.ledger.redis.set(announce.ledger.keys.policy(target), announce.directory.announcement(policy))
+            following.follow(target)
+            assert target in following._fetching
+            following._fetching[target][1].result()
+        assert following.follow(target) == policy.version
+        assert len(list((tmp_path / "cache").iterdir())) < MOST_FETCHES
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """A folder over HTTP."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: Any) -> None:
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{http.server_port}"
+    http.shutdown()
+    http.server_close()

@@ -251,3 +251,21 @@ def test_a_long_absence_of_the_server_is_not_held_against_the_worker(heart: Hear
     with health_of(loop) as get:
         loop.run()
     assert found == [200]
+
+
+def test_who_is_told_to_end_while_it_is_still_loading_ends(tmp_path: Path) -> None:
+    # As a container's first process, for which the kernel's own answer to SIGTERM is to do nothing.
+    command = [sys.executable, "-m", "grapevine", "worker", "learner", "node-0", "--set", f"folder={tmp_path}"]
+    environment = {**os.environ, "REDIS_URL": "redis://127.0.0.1:1/0", "GRAPEVINE_CACHE": str(tmp_path)}
+    process = subprocess.Popen(command, env=environment, cwd=REPOSITORY, stderr=subprocess.PIPE)
+    status = Path(f"/proc/{process.pid}/status")
+    while process.poll() is None and not _catches(status.read_text(), signal.SIGTERM):
+        pass
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def _catches(status: str, number: int) -> bool:
+    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (number - 1) & 1)

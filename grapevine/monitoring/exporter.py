@@ -171,7 +171,7 @@ class Exporter(Collector):
             metrics.rounds_left,
             [
                 ((node.name,), float(max(0, node.facts.rounds - max(node.facts.round, node.books.round))))
-                for node in view.nodes
+                for node in self._named(view)
                 if node.facts.rounds > 0
             ],
         )
@@ -183,7 +183,7 @@ class Exporter(Collector):
             taken["orders", name] += target.taken
             if name != metrics.EVALUATION:  # a learner's own stream stays pending until its checkpoint
                 waiting["own", name] += target.own
-        for raw in view.raw:
+        for raw in view.raw[:NODES_SHOWN]:
             waiting["raw", raw.site] += raw.waiting - raw.taken
             taken["raw", raw.site] += raw.taken
         yield metrics.backlog, [(key, float(value)) for key, value in waiting.items()]

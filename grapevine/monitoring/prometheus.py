@@ -1,6 +1,6 @@
 """`grapevine monitor`: Prometheus beside a run on this machine, with the exporter and the alerts that a cluster has.
 
-Guarantees: only workers on this machine are scraped, whatever a heartbeat says; Prometheus listens on loopback unless told
+Guarantees: only addresses of this machine are scraped, whatever a heartbeat says; Prometheus listens on loopback unless told
 otherwise, keeps its data in the run's folder, and ends with this process; a second monitor of a run leaves the first alone.
 """
 
