@@ -57,7 +57,7 @@ ENV PIP_INDEX_URL=$PIP_INDEX_URL PIP_EXTRA_INDEX_URL=$PIP_EXTRA_INDEX_URL PIP_FI
 ENV PATH=/opt/grapevine/bin:/build/bin:$PATH LANG=C.UTF-8 \
     PIP_PYTHON=/opt/grapevine/bin/python PIP_NO_COMPILE=1 PIP_NO_CACHE_DIR=1 PIP_NO_WARN_SCRIPT_LOCATION=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_ROOT_USER_ACTION=ignore \
-    COMPILE="python -m compileall -qq -j 0 --invalidation-mode unchecked-hash"
+    COMPILE="python -m compileall -q -j 0 --invalidation-mode unchecked-hash"
 WORKDIR /src
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/grapevine
 

@@ -29,7 +29,7 @@ from grapevine.screen.status import Place
 from learners.journal import read
 from tests.promql import ALERTS, KNOWN, assert_known, selectors
 from tests.test_up import GRAPEVINE, environment
-from tools.dashboards import DASHBOARDS, MONITORING, files
+from tools.dashboards.files import DASHBOARDS, MONITORING, files
 
 ROOT = Path(__file__).parents[1]
 FILES = {name: MONITORING / "dashboards" / f"{name}.json" for name in DASHBOARDS}

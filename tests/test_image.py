@@ -475,9 +475,11 @@ def check_image(image: Image, runs: Path) -> None:
     hidden = ["find", str(root / "opt"), "!", "-perm", "-0004", "-print"]
     assert subprocess.run(hidden, capture_output=True, text=True, check=True).stdout == ""
     # Bytecode that is there needs not be made anew in every container, which could not keep it.
-    (code,) = (root / "opt/grapevine/lib").glob("python3.*/site-packages/grapevine")
-    for module in ("cli", "roles"):
-        assert list((code / "__pycache__").glob(f"{module}.cpython-*.pyc"))
+    (installed,) = (root / "opt/grapevine/lib").glob("python3.*/site-packages")
+    modules = list(installed.rglob("*.py"))
+    bare = [path for path in modules if not list((path.parent / "__pycache__").glob(f"{path.stem}.cpython-*.pyc"))]
+    assert modules and len(bare) < 10, "but for files that are meant for another Python"
+    assert not [path for path in bare if path.relative_to(installed).parts[0] in PACKAGES]
     for tool in ("gcc", "cc", "make", "pip", "git", "curl"):
         assert image.said(runs, "sh", "-c", f"command -v {tool}")[0] != 0, tool
     assert image.said(runs, "id", "-u") == (0, f"{NOBODY}\n")

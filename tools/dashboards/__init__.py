@@ -1,0 +1,1 @@
+"""The Grafana dashboards of k8s/components/monitoring, as code."""
